@@ -1,6 +1,6 @@
 """Types and ranges of the keys of config.json, checked once, before anything is computed from them. Torch-free.
 
-Other keys are checked by the code that reads them. null is always allowed: it stands for a default.
+Other keys are checked by the code that reads them. null is always allowed and stands for a default.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ KEYS: dict[str, Rule] = {
     "qk_rope_head_dim": Whole(0, 1 << 14),
     "v_head_dim": Whole(0, 1 << 14),
     "num_nextn_predict_layers": Whole(0, MAX_LAYERS),
+    "mtp_num_hidden_layers": Whole(0, MAX_LAYERS),
     "type_vocab_size": Whole(0, 1 << 20),
     "bos_token_id": _TOKENS,
     "eos_token_id": _TOKENS,
@@ -97,13 +98,13 @@ KEYS: dict[str, Rule] = {
 
 
 def unwrapped(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a parsed config.json with the parts of a thinker (Qwen3-ASR, Qwen-Omni) as parts of its own."""
+    """Return a parsed config.json with the parts of its thinker (Qwen3-ASR, Qwen-Omni) at the top level."""
     thinker = raw.get("thinker_config")
     return {**thinker, **raw} if isinstance(thinker, dict) else raw
 
 
 def check_config(raw: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError naming the file, the key and its valid values, for the first key of another kind or size."""
+    """Raise ValueError naming the file, key and valid values, for the first key of another type or range."""
     _check_depth(raw, path)
     for part, values in (("", raw), *((f"{name}.", raw.get(name)) for name in _PARTS)):
         if not isinstance(values, Mapping):

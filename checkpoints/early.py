@@ -1,4 +1,4 @@
-"""Settings that config.json alone refuses, in keys that mean the same in every family: a start that must fail does so
+"""Checks of settings against config.json, by keys that mean the same in every family: a start that must fail does so
 before any process begins. Torch-free. Families refuse more (`worker/limits.py`).
 """
 
@@ -16,7 +16,7 @@ _GENERATES = ("ForCausalLM", "ForConditionalGeneration")  # encoders keep some p
 
 def refuse_early(folder: str, tensor_parallel: int, pipeline_parallel: int, max_model_len: str) -> None:
     """Raise ValueError, naming the key or the setting, if the ranks cannot divide the model in `folder`, or its context
-    is shorter than asked for.
+    is shorter than `max_model_len`.
     """
     raw = unwrapped(read_object(Path(folder, "config.json")))
     text = next((raw[key] for key in TEXT_PARTS if isinstance(raw.get(key), dict)), raw)
@@ -47,6 +47,6 @@ def longer_than_model(asked: str, most: int, why: str = "") -> str:
 
 
 def _count(raw: dict[str, Any], key: str) -> int | None:
-    """Return the value of a key that is the same for all layers; None if it is missing or of another kind."""
+    """Return the value of a key that is the same for all layers; None if it is missing or of another type."""
     value = raw.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,5 +1,5 @@
-"""The headers of a Hub model's weights, by range requests: files of full length in which only the header is written
-(the rest is a hole), so that everything that reads names, shapes and types works before the weights are downloaded.
+"""Fetches the headers of a Hub model's weights by range requests. The files have full length, but only the header is
+written (the rest is a hole), so that names, shapes and types can be read before the weights are downloaded.
 
 huggingface_hub is imported only here and in `hub.py`.
 """
@@ -44,7 +44,7 @@ class HubFile:
             return response.read()
 
     def copy_header(self, path: Path, length_of: Callable[[bytes], int | None]) -> None:
-        """Write the file to `path` with the first `length_of(beginning)` bytes; None means more of it is needed."""
+        """Write the file to `path` with only its first `length_of(beginning)` bytes; None: more are needed."""
         data = self.read(0, _FIRST)
         while (length := length_of(data)) is None or length > len(data):
             if len(data) >= min(_MOST, self.size):
@@ -62,7 +62,7 @@ def are_complete(folder: str) -> bool:
 
 
 def with_headers(folder: str, model: str, revision: str | None, target: Path) -> str:
-    """Return a folder below `target` like the downloaded one, with the small files of `folder` and headers of
+    """Return a folder below `target` like the downloaded one, with the small files of `folder` and the headers of the
     weights.
     """
     for path in Path(folder).iterdir():
@@ -75,7 +75,7 @@ def with_headers(folder: str, model: str, revision: str | None, target: Path) ->
 
 
 def gguf_with_header(repository: str, names: list[str], revision: str | None, target: Path) -> str:
-    """Return the folder of the GGUF model whose shards `names` are, below `target`."""
+    """Return the folder below `target` of the GGUF model with the shards `names`."""
     files = {name: HubFile(repository, name, revision) for name in names}
     for name, file in files.items():
         file.copy_header(target / "files" / name, header_length)

@@ -77,19 +77,30 @@ _PIXELS: dict[str, Entry] = (
     | {"image_seq_length": Entry(IDLE, "follows from the sizes")}
 )  # fmt: skip
 
+_FRAMES = dict.fromkeys(
+    ("fps", "num_frames", "min_frames", "max_frames", "initial_shift"), Entry(HONOURED, "which frames are chosen")
+) | {
+    "temporal_patch_size": Entry(HONOURED, "must be the encoder's"),
+    "cap_pixels_per_frame": _SIZES,
+    "video_processor_type": Entry(IDLE, "the architecture says it"),
+    "do_sample_frames": Entry(IDLE, "frames of a file are chosen, frames of a client are not"),
+    "return_metadata": Entry(IDLE),
+}
+
 FILES: dict[str, dict[str, Entry]] = {
     "chat_template.json": {"chat_template": _TEMPLATE},
     "processor_config.json": {
         "chat_template": _TEMPLATE,
         "image_processor": Entry(HONOURED, "as preprocessor_config.json, if there is none"),
         "processor_class": Entry(IDLE),
-        "video_processor": Entry(IDLE, "videos are refused"),
+        "video_processor": Entry(HONOURED, "before video_preprocessor_config.json"),
         "feature_extractor": Entry(IDLE, "audio is refused"),
         "audio_tokenizer": Entry(IDLE, "audio is refused"),
         "auto_map": Entry(IDLE, "code of the model's folder is not run"),
         "image_seq_length": Entry(IDLE, "follows from the sizes"),
     },
     "preprocessor_config.json": _PIXELS,
+    "video_preprocessor_config.json": _PIXELS | _FRAMES,
     "generation_config.json": GENERATION,
     "modules.json": {
         "idx": Entry(HONOURED),

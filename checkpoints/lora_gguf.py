@@ -1,4 +1,4 @@
-"""LoRA adapters of llama.cpp: GGUF files of the type adapter with matrices *.lora_a and *.lora_b. Torch-free."""
+"""LoRA adapters of llama.cpp: GGUF files of type adapter, with matrices *.lora_a and *.lora_b. Torch-free."""
 
 from __future__ import annotations
 

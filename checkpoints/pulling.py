@@ -1,5 +1,5 @@
-"""Downloads a model in a process of its own, for a server. Its progress goes to stdout, a JSON object a line, in the
-words of Ollama's /api/pull. The process may be killed: the next one continues.
+"""Downloads a model in a process of its own, for a server. Its progress goes to stdout, one JSON object per line, in
+the words of Ollama's /api/pull. The process may be killed: the next one continues the download.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Reporter:
         sys.stdout.flush()
 
     def on_progress(self, phase: str, fraction: float) -> None:
-        """Tell a new phase once; bytes are told by `on_bytes`."""
+        """Report a new phase once; `on_bytes` reports the bytes."""
         if phase != self.phase and phase != "downloading":
             self.report(status=phase)
         self.phase = phase
@@ -41,7 +41,7 @@ class _Reporter:
 
 
 def main(argv: list[str]) -> int:
-    """Download the model or adapter; returns 1 after a line with `error`."""
+    """Download the model or adapter. Returns 1 after a line with `error`, else 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--adapter", action="store_true")

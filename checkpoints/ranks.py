@@ -15,7 +15,7 @@ def share(name: str, size: int, ranks: int) -> int:
 
 
 def share_kv_heads(num_kv_heads: int, ranks: int) -> int:
-    """Return how many KV heads a rank holds: several ranks may hold the same one.
+    """Return the number of KV heads per rank: several ranks may hold the same one.
 
     Raises ValueError if the number of ranks is neither a divisor nor a multiple of the number of KV heads.
     """

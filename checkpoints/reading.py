@@ -14,7 +14,7 @@ _LONGEST = 3000  # characters of an error; values from files may be longer
 
 
 class KeptReads(dict):
-    """An object that knows which keys were asked for, and which one last."""
+    """A JSON object that records which keys were read, and which one last."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -43,8 +43,8 @@ class KeptReads(dict):
 
 @contextmanager
 def reading(path: str | Path, content: KeptReads | None = None) -> Iterator[None]:
-    """Yield the last resort while the file or folder `path` is read: any error that is no ValueError, of unexpected
-    values, becomes one that names `path` and, of `content`, the key that was asked for last.
+    """Turn unexpected errors while the file or folder `path` is read into a ValueError of one line that names `path`
+    and the key of `content` that was read last.
     """
     try:
         yield
@@ -68,8 +68,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, missing: Any = None) -> Any:
-    """Return the content of a JSON file; `missing` if there is none. Raises ValueError, also if there is none and no
-    `missing`.
+    """Return the content of a JSON file; `missing` if there is none. Raises ValueError, also for a missing file
+    without `missing`.
     """
     try:
         return json.loads(path.read_bytes())

@@ -45,7 +45,7 @@ class Number(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A value of these types, a list only with entries of the types `entries`."""
+    """A value of one of `types`; if it is a list, its entries are of the types `entries`."""
 
     name: str
     types: tuple[type, ...]
@@ -68,6 +68,6 @@ OBJECT = Kind("an object", (dict,))
 
 
 def printable(value: Any) -> str:
-    """Return a value as an error message shows it: not too long."""
+    """Return a value as an error message shows it, at most about 80 characters."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "a number of many digits"
     return text if len(text) <= 80 else text[:80] + "..."

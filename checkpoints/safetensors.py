@@ -1,7 +1,7 @@
-"""The headers of safetensors files, and the index that says which file has which tensor. Torch-free.
+"""The headers of safetensors files, and the index that maps tensors to files. Torch-free.
 
 A file begins with the length of its header (8 bytes) and the header: a JSON object with, for each tensor, its type, its
-shape and where its bytes are after the header.
+shape and the offsets of its bytes after the header.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 100_000_000  # bytes of a header, as in the library
 
 
 class StoredTensor(NamedTuple):
-    """`start` and `end` are positions in the file."""
+    """A tensor in a file: its bytes are those from position `start` to `end`."""
 
     dtype: str
     shape: list[int]
@@ -57,7 +57,7 @@ def _tensor(name: str, entry: Any, begin: int, size: int) -> StoredTensor:
 
 
 def read_index(folder: Path) -> Mapping[str, str] | None:
-    """Return the file of each tensor, as the index of the folder has it; None without an index.
+    """Return the file of each tensor by the folder's index; None without an index.
 
     Raises ValueError for an index that is damaged, or that names a file outside the folder.
     """
@@ -100,6 +100,6 @@ def weight_names(folder: Path) -> list[str] | None:
 
 
 def stored_files(folder: Path) -> list[Path]:
-    """Return the files of weights that are there."""
+    """Return the files of weights that exist in the folder."""
     names = weight_names(folder)
     return sorted(folder.glob("*.safetensors")) if names is None else [p for n in names if (p := folder / n).is_file()]

@@ -1,4 +1,4 @@
-"""Settings of sentence-transformers' files for texts and vectors, pooling apart. Torch-free."""
+"""Settings in sentence-transformers' files for texts and vectors, except pooling. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# families whose embedding models are trained so that the first numbers of a vector are one, too, and do not say it
+# families whose embedding models are Matryoshka-trained, but whose files do not say so
 _SHORTENED_FAMILIES = ("qwen3", "gemma3_text", "nomic_bert")
 
 
@@ -27,8 +27,8 @@ class TextLimit:
 
 
 def read_text_limit(folder: Path, transformer: Path, max_positions: int) -> TextLimit:
-    """Return where sentence-transformers cuts texts, in a folder with modules.json; `transformer` is the folder of its
-    first module. The tokenizer's own limit counts where it is below `max_positions`.
+    """Return where sentence-transformers cuts texts for a folder with modules.json. `transformer` is the folder of its
+    first module. The tokenizer's own limit counts if it is below `max_positions`.
 
     Raises ValueError naming the file and the key.
     """
@@ -55,8 +55,8 @@ def read_text_limit(folder: Path, transformer: Path, max_positions: int) -> Text
 
 
 def is_shortened(folder: Path, raw: Mapping[str, Any]) -> tuple[bool, list[int]]:
-    """Return whether the first numbers of a vector are a vector of the text, too (Matryoshka), and how many there may
-    be, if the files list it.
+    """Return whether a prefix of a vector is a vector of the text, too (Matryoshka), and the valid lengths, if the
+    files list them.
     """
     sizes = raw.get("matryoshka_dimensions")
     if isinstance(sizes, list) and sizes and all(isinstance(size, int) and size > 0 for size in sizes):

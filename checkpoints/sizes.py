@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_MOST_DIGITS = 6  # added ones; sizes that look the same with these are written in bytes
+_MOST_DIGITS = 6  # digits added at most; sizes that still look equal are written in bytes
 
 
 def format_bytes(size: int) -> str:
@@ -12,7 +12,7 @@ def format_bytes(size: int) -> str:
 
 
 def format_each(*sizes: int) -> list[str]:
-    """Return sizes that a message compares, each as `format_bytes`, with more digits if different ones look equal."""
+    """Return sizes for a comparison, each as by `format_bytes`, with more digits if different sizes look equal."""
     for digits in range(_MOST_DIGITS + 1):
         found = [_format(size, digits) for size in sizes]
         if len({shown for _, shown in found}) == len(set(sizes)):
@@ -21,7 +21,7 @@ def format_each(*sizes: int) -> list[str]:
 
 
 def _format(size: int, more_digits: int) -> tuple[str, float]:
-    """Return a size in the largest unit that leaves a number of at least 1, and the bytes that the text stands for."""
+    """Return a size in the largest unit that leaves a number of at least 1, and the bytes that the text states."""
     value, unit = float(abs(size)), 0
     while unit < len(_UNITS) - 1 and float(_number(value, unit, more_digits)) >= 1024:
         value, unit = value / 1024, unit + 1

@@ -12,12 +12,11 @@ _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 def model_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name; a single one is "default". A model with a processor (of images, say) has the
-    template of processor_config.json, then that of chat_template.json, then those in files; any other has those in
-    files, then that of tokenizer_config.json. The others are tried last: a text model may come with a
-    chat_template.json.
+    """Return the templates by name; a single one is "default". A model with a processor (of images, say) takes
+    them from processor_config.json, then chat_template.json, then template files. Any other takes them from template
+    files, then tokenizer_config.json. The remaining source comes last: a text model may have a chat_template.json.
 
-    Raises ValueError naming the file if what it holds is no template.
+    Raises ValueError naming the file if its content is no template.
     """
     in_files = _in_files(folder)
     legacy = _of_json(folder / "chat_template.json")
@@ -53,7 +52,7 @@ def _of_json(path: Path) -> dict[str, str]:
 
 
 def _named(declared: Any, path: Path) -> dict[str, str]:
-    """Return a text, a list of {name, template}, or an object of templates by name."""
+    """Return templates by name from a text, a list of {name, template}, or an object of templates by name."""
     match declared:
         case None:
             return {}

@@ -1,21 +1,26 @@
-"""The summary of a checkpoint for `quire check`: format, size and bits per weight. Torch-free; reads headers."""
+"""The summary of a checkpoint for `quire check`: format, size and bits per weight; and its identity on other machines.
+Torch-free; reads headers.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from quire.checkpoints.gguf.header import read_gguf
-from quire.checkpoints.safetensors import read_header, stored_files
+from quire.checkpoints.reading import read_object
+from quire.checkpoints.safetensors import read_header, read_index, stored_files
 from quire.checkpoints.sizes import format_bytes
 
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def weight_summary(folder: str, config: dict[str, Any], num_weights: int) -> str:
-    """Return one line about the weights of the model in `folder`, whose parsed config.json is `config`. `num_weights`
-    are those of the unquantized model.
+    """Return one line about the weights of the model in `folder`, whose parsed config.json is `config`.
+    `num_weights`: number of weights of the unquantized model.
     """
     settings = config.get("quantization_config") or config.get("compression_config") or {}
     if settings.get("quant_method") == "gguf":
@@ -85,10 +90,40 @@ def _groups(size: int) -> str:
 
 
 def _safetensors_sizes(folder: Path) -> tuple[Counter[str], int]:
-    """(bytes of each type of tensor, number of files)."""
+    """Return (bytes of each type of tensor, number of files)."""
     sizes: Counter[str] = Counter()
     paths = stored_files(folder)
     for path in paths:
         for tensor in read_header(path).values():
             sizes[tensor.dtype] += tensor.end - tensor.start
     return sizes, len(paths)
+
+
+def model_identity(folder: str, has_weights: bool = True) -> str:
+    """Return a digest of config.json and of the names and sizes of the files of weights, which is equal for copies on
+    other machines. The files are not read.
+    """
+    path = Path(folder)
+    config = read_object(path / "config.json")
+    found: dict[str, int] = {}
+    settings = _without_places(config, found)
+    names = set((read_index(path) or {}).values()) or {file.name for file in path.glob("*.safetensors")}
+    for name in names if has_weights else ():
+        if (file := path / name).is_file():
+            found[name] = file.stat().st_size
+    text = json.dumps([settings, sorted(found.items())], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_places(value: Any, found: dict[str, int]) -> Any:
+    """Return a config in which GGUF files have names instead of paths. Their sizes are added to `found`."""
+    if isinstance(value, dict):
+        return {key: _without_places(one, found) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_places(one, found) for one in value]
+    if isinstance(value, str) and value.endswith(".gguf"):
+        file = Path(value)
+        if file.is_file():
+            found[file.name] = file.stat().st_size
+        return file.name
+    return value

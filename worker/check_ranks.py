@@ -14,7 +14,9 @@ from quire.worker.sampling.sampler import Sampled, Sampler
 
 
 class CheckedSampler(Sampler):
-    """Raises RuntimeError if the ranks of `group` sample different tokens. Waits for the device in every step."""
+    """Sampler that raises RuntimeError if the ranks of `group` sample different tokens. Waits for the device in every
+    step.
+    """
 
     def __init__(self, table: RequestTable, platform: Platform, group: Group) -> None:
         super().__init__(table, platform)

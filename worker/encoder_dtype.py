@@ -1,6 +1,6 @@
 """The dtype of float32 encoders under `--dtype auto` on CPU: bfloat16 if embeddings stay close to float32's.
 
-That is measured once per model, by embedding random tokens in both types, and the result is kept in $QUIRE_CACHE.
+The distance is measured once per model, by embedding random tokens in both dtypes, and kept in $QUIRE_CACHE.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from quire.worker.weights.gguf_tensors import read_tensor
 from quire.worker.weights.loader import load_weights
 
 MOST_DISTANCE = 1e-3  # 1 - cosine
-MIN_BYTES = 32 << 20  # for the files; a smaller model takes no less time in bfloat16
+MIN_BYTES = 32 << 20  # of weight files; a smaller model is no faster in bfloat16
 _MEMORY_SHARE = 4  # the weights in both types may take 1 / 4 of the memory that is available
 _LENGTHS = 8, 32, 96, 256  # tokens of the texts
 
 
 def resolve_encoder_dtype(config: Config, spec: ModelSpec, platform: Platform) -> tuple[torch.dtype, str] | None:
-    """Return (dtype, reason) if this choice is to be made for the model, else None."""
+    """Return (dtype, reason) if this module chooses the model's dtype, else None."""
     files = sorted(Path(config.model.model).glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
     if (
@@ -72,7 +72,8 @@ def embedding_distance(config: Config, spec: ModelSpec, platform: Platform) -> f
 
 
 def _embeddings(config: Config, spec: ModelSpec, dtype: torch.dtype, platform: Platform) -> torch.Tensor:
-    """Return the embeddings of texts of random tokens, `[texts, D]` float64. The model is in memory meanwhile."""
+    """Return the embeddings of texts of random tokens, `[texts, D]` float64. Holds the model in memory during the call.
+    """
     folder, device = config.model.model, platform.device
     lengths = [min(length, spec.max_model_len) for length in _LENGTHS]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -92,12 +93,12 @@ def _embeddings(config: Config, spec: ModelSpec, dtype: torch.dtype, platform: P
         model = build_model(spec, dtype, device, spec.max_model_len, ops=platform.ops)
         load_weights(model, spec, folder, config.model.load_format)
         hidden = model(tokens.to(device), positions.to(device), (meta,))
-        pooler = Pooler(read_pooling(folder, spec, config.model.pooling), spec.hidden_size, device, read_tensor)
+        pooler = Pooler(read_pooling(folder, spec, config.model.pooling), spec.pooled_size, device, read_tensor)
         states = [pooler.update(None, hidden[i:j], 0) for i, j in pairwise(starts)]
         return pooler.dense(pooler.finish(states, lengths)).double()
 
 
 def _result_of(files: list[Path]) -> Path:
-    """Return the file of the cache that holds the distance of a model with these weights."""
+    """Return the cache file that holds the distance measured for a model with these weights."""
     state = "\n".join(f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
     return cache_folder().with_name("encoders") / f"{hashlib.sha256(state.encode()).hexdigest()[:16]}.distance"

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from quire.configs.config import Config
-from quire.worker.batch import mixed_graphs
 from quire.worker.batch.graphs import padded_sizes
+from quire.worker.batch.piece_sizes import piece_sizes
 from quire.worker.layers.lora import StepLora
 from quire.worker.layers.mla import EXPANDED_BYTES
 from quire.worker.limits import Limits, attention_specs
@@ -23,14 +23,14 @@ from quire.worker.spec.model import ModelSpec, cache_specs
 from quire.worker.spec.moe import MoESpec
 
 _LARGEST_IMAGE = 16384  # embeddings: Qwen2-VL's largest, 12.8 million pixels
-_KEPT_AUDIO = 16  # pieces of audio whose encoder output is kept, for requests that hear a piece again
+_KEPT_AUDIO = 16  # pieces of audio whose encoder output is kept, for requests that repeat one
 
 
 def estimate_weights(
     spec: ModelSpec, dtype: torch.dtype, world_size: int, quantization: str | None = None, ops: Ops | None = None
 ) -> int:
-    """Return bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size. An
-    encoder of images is whole on every rank. `ops` decide which quantized weights stay so.
+    """Return bytes of the weights on each rank, estimated before loading; with `quantization`, their quantized size.
+    The image encoder is replicated on every rank. `ops` decides which weights stay quantized.
     """
     text = weight_bytes(replace(spec, vision=None), dtype, quantization, ops)
     return text // world_size + weight_bytes(spec, dtype, quantization, ops) - text
@@ -44,7 +44,7 @@ def estimate_draft_weights(config: Config, limits: Limits, ops: Ops) -> int:
 
 
 def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo | None:
-    """Return the images that requests may have, and how many embeddings are computed and kept."""
+    """Return which media requests may contain, and how many embeddings are computed and kept."""
     if spec.vision is None:
         return None
     if cross := spec.vision.cross:
@@ -54,11 +54,19 @@ def media_info(spec: ModelSpec, limits: Limits, platform: Platform) -> MediaInfo
         return MediaInfo(-1, kept, batch, cross=cross, cross_heads=(len(heads), min(heads)), audio=True)
     size = max(limits.max_num_batched_tokens, min(limits.max_model_len, _LARGEST_IMAGE))
     budget, vision = min(limits.max_num_batched_tokens, platform.encoder_budget or size), spec.vision
-    return MediaInfo(vision.image_token_id, size, budget, vision.bidirectional, vision.mrope, audio=vision.audio)
+    return MediaInfo(
+        vision.image_token_id,
+        size,
+        budget,
+        vision.bidirectional,
+        vision.mrope,
+        audio=vision.audio,
+        video_token_id=vision.video_token_id,
+    )
 
 
 def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
-    """Return bytes of the kept embeddings, and of encoding the largest batch or the largest image."""
+    """Return bytes of the cached embeddings, and of encoding the largest batch or the largest image."""
     media = media_info(spec, limits, platform)
     if media is None:
         return 0
@@ -68,8 +76,8 @@ def estimate_images(spec: ModelSpec, limits: Limits, platform: Platform) -> int:
 
 
 def estimate_activations(spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Return bytes that the largest step needs in addition to weights and KV cache, of the draft model if that needs
-    more.
+    """Return bytes that the largest step needs in addition to weights and KV cache: the model's need or the draft
+    model's, whichever is larger.
     """
     specs = (spec,) if limits.draft is None else (spec, limits.draft)
     return max(_activations(one, limits, tp) for one in specs)
@@ -101,11 +109,11 @@ def estimate_workspace(config: Config, spec: ModelSpec, limits: Limits, platform
 
 
 def estimate_graphs(config: Config, spec: ModelSpec, limits: Limits, tp: int) -> int:
-    """Return bytes that CUDA graphs need once all sizes are recorded, with LoRA each a second time: their results, one
+    """Return bytes that CUDA graphs need once all sizes are recorded (twice each with LoRA): their results, one
     set of activations (they share a pool, which fragments), workspaces, and the driver's memory per graph.
     """
     sizes = padded_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
-    sizes += [size for size in mixed_graphs.SIZES if size <= limits.max_num_batched_tokens]  # in pieces
+    sizes += piece_sizes(spec, limits.max_num_batched_tokens, tp)
     results = sum(sizes) * spec.hidden_size * limits.dtype.itemsize + len(sizes) * (12 << 20)
     layer = 2 * max(sizes) * _layer_bytes(spec, limits, tp)
     return results * (2 if config.lora.enabled else 1) + layer + (128 << 20)
@@ -125,23 +133,24 @@ def _expert_bytes(moe: MoESpec | None, hidden_size: int, itemsize: int) -> int:
 
 
 def _kv_width(spec: ModelSpec, tp: int) -> int:
-    """Most entries that one token's keys and values have in a layer, on each of `tp` ranks."""
+    """Return the most entries that one token's keys and values have in a layer, on each of `tp` ranks."""
     return max((cache.page_bytes(1) for cache in cache_specs(spec, 1, tp) if cache), default=0)
 
 
-def estimate_adapters(spec: ModelSpec, lora: LoraLimits | None, tp: int, pp: int) -> int:
-    """Return bytes of as many LoRA adapters of the largest rank as may be loaded, on each rank. Raises ValueError."""
+def estimate_adapters(spec: ModelSpec, lora: LoraLimits | None, num_ranks: int, ops: Ops) -> int:
+    """Return bytes, per rank, of the maximum number of LoRA adapters, each of the largest LoRA rank. Raises ValueError.
+    """
     if lora is None:
         return 0
     model = build_model(spec, torch.float32, torch.device("meta"))
-    return lora.num_bytes(Targets(model, StepLora())) // (tp * pp)
+    return lora.num_bytes(Targets(model, StepLora()), ops.adapter_copies) // num_ranks
 
 
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
     stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Attention with a
-    window of the output, or to compressed keys, is not recorded either; nor, which only the loaded model shows, experts
-    that differ in form: they are multiplied one by one, by a list of those that have tokens, for which the host waits.
+    window of the output, or to compressed keys, is not recorded either. Nor are experts that differ in form, which only
+    the loaded model shows: they are multiplied one by one, and the host waits for the list of those that have tokens.
     """
     return (
         platform.has_graphs

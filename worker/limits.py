@@ -22,6 +22,8 @@ from quire.worker.transformer.decoder import stage_layers
 
 Choice = tuple[str, str, str]  # setting, value, reason
 
+_WHOLE = 8192  # tokens of the longest prompt that is computed in one step unless a setting says more
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -43,9 +45,12 @@ class Limits:
     choices: list[Choice]
 
     def with_drafts(self, spec: ModelSpec) -> ModelSpec:
-        """Return the model with the parts that serve drafts only."""
+        """Return the model's spec with the parts that only drafting needs."""
         captures = tuple(self.draft.raw["captured"]) if self.speculation.eagle else ()
-        return replace(spec, has_head=self.speculation.head, captures=captures)
+        spec = replace(spec, has_head=self.speculation.heads > 0, captures=captures)
+        if not spec.has_head:
+            return spec
+        return replace(spec, mtp=replace(spec.mtp, count=min(self.speculation.heads, self.speculation.max_drafts)))
 
 
 def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limits:
@@ -71,10 +76,10 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     choices.append(choice)
     read_draft = read_eagle_spec if speculation.eagle else read_draft_spec
     draft = read_draft(config, spec, speculation.model) if speculation.model else None
-    order = ("cpu_fixed",) if deterministic else platform.attention_order
+    order = (platform.fixed_attention,) if deterministic else platform.attention_order
     specs = attention_specs(config, spec, platform, dtype, kv, draft)
     attention = select_backend(order, specs, config.device.attention_backend)
-    if not specs and config.cache.block_size:  # a block is the distance of possible checkpoints of states
+    if not specs and config.cache.block_size:  # a block is the spacing of state checkpoints
         attention = replace(attention, block_size=config.cache.block_size)
     if config.device.attention_backend is None:
         choices.append(("attention_backend", attention.backend.name, attention.reason))
@@ -90,7 +95,11 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
     if spec.why_shorter:
         choices.append(("longest context", str(spec.max_model_len), spec.why_shorter))
     if spec.is_encoder:
-        model_len, num_tokens = _whole_prompts(config, model_len, num_tokens, auto)
+        fitting, num_tokens = _whole_prompts(config, model_len, num_tokens, auto)
+        if fitting < model_len:
+            reason = f"an encoder computes a prompt in one step; the model's maximum is {model_len}"
+            choices.append(("max_model_len", str(fitting), reason))
+            model_len, auto = fitting, False
     return Limits(
         dtype,
         kv,
@@ -107,10 +116,12 @@ def resolve_limits(config: Config, spec: ModelSpec, platform: Platform) -> Limit
 
 
 def check_settings(config: Config, spec: ModelSpec) -> None:
-    """Raise ValueError for settings that do not fit config.json, on whatever device: a rank looks before it waits for
-    others.
+    """Raise ValueError for settings that do not fit config.json, whatever the device. Each rank checks before it waits
+    for the others.
     """
     parallel = config.parallel
+    if spec.implementation == "transformers":
+        _check_one_rank(spec, config)
     _check_divisible(
         spec, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
     )
@@ -133,8 +144,8 @@ def attention_specs(
     kv: KVStorage,
     draft: ModelSpec | None = None,
 ) -> list[AttentionSpec]:
-    """Requirements of all layers, and those of a draft model, on attention, without repetitions: layers of one shape
-    differ only in their windows.
+    """Return the attention requirements of all layers, a draft model's included, without duplicates: layers of one
+    shape differ only in their windows.
     """
     tp = config.parallel.tensor_parallel_size
     shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
@@ -167,6 +178,19 @@ def attention_specs(
         )
         for (heads, kv_heads, head_dim, v_head_dim, latent, expanded), layers in shapes.items()
     ]
+
+
+def _check_one_rank(spec: ModelSpec, config: Config) -> None:
+    parallel = config.parallel
+    for size, flag in (
+        (parallel.tensor_parallel_size, "--tensor-parallel-size"),
+        (parallel.pipeline_parallel_size, "--pipeline-parallel-size"),
+    ):
+        if size > 1:
+            raise ValueError(
+                f"{flag} {size} does not work with models that transformers computes, and quire has no "
+                f"implementation of {spec.architecture} of its own: leave it at 1"
+            )
 
 
 def _check_divisible(spec: ModelSpec, tp: int, stages: int, expert_parallel: bool = False) -> None:
@@ -230,6 +254,8 @@ def _whole_prompts(config: Config, model_len: int, num_tokens: int, auto: bool) 
     """Return (maximum length, default number of tokens of a step) of an encoder, whose prompts must fit into a step."""
     most = config.scheduler.max_num_batched_tokens
     if most is None:
+        if auto:
+            model_len = min(model_len, max(num_tokens, _WHOLE))
         return model_len, max(num_tokens, model_len)
     if most < model_len and not auto:
         raise ValueError(

@@ -15,13 +15,13 @@ from quire.configs.speculation import MAX_DRAFT
 from quire.worker.limits import Choice, Limits
 from quire.worker.messages import CacheGroup, MemoryPlan, longest_request, most_blocks
 from quire.worker.sampling.speculation.choice import STEP_DRAFTS
-from quire.worker.spec.cache import CachePlan, add_drafting, plan_cache
+from quire.worker.spec.cache import CachePlan, add_drafting, add_heads, plan_cache
 from quire.worker.spec.model import ModelSpec, cache_indices, cache_spec, cache_specs, state_specs
 from quire.worker.transformer.decoder import stage_layers
 
-# Each running request may hold two states: a checkpoint that it reads, and the one that it writes. These take at most
-# half of the memory of a model that also attends. Checkpoints of prefixes raise the states' part to a tenth, or further
-# if there is room.
+# Each running request may hold two states: a checkpoint that it reads, and the one that it writes. In a model that also
+# has attention, they take at most half of the memory. Prefix checkpoints raise the states' share to a tenth, or more if
+# there is room.
 _STATES_PER_REQUEST, _MOST_PER_REQUEST, _MOST_STATES, _CHECKPOINTS = 2, 10, 0.5, 0.1
 _ENDLESS = 1 << 60  # bytes
 _SHORT = 4  # a context is short below 1 / _SHORT of the requested size
@@ -34,8 +34,9 @@ def cache_plan(config: Config, spec: ModelSpec, limits: Limits) -> CachePlan:
     tp, kv = config.parallel.tensor_parallel_size, limits.kv
     specs = cache_specs(spec, kv.dtype.itemsize, tp, kv.scale_bytes)
     plan = plan_cache(specs, state_specs(spec, tp), limits.attention.block_size)
-    if limits.speculation.head:
-        return add_drafting(plan, [cache_spec(spec.mtp.layer, kv.dtype.itemsize, tp, kv.scale_bytes)])
+    if limits.speculation.heads:
+        cache = cache_spec(spec.mtp.layer, kv.dtype.itemsize, tp, kv.scale_bytes)
+        return add_heads(plan, cache, spec.mtp.count)
     if limits.draft is None:
         return plan
     return add_drafting(plan, cache_specs(limits.draft, kv.dtype.itemsize, tp, kv.scale_bytes))
@@ -67,7 +68,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of a rank besides the KV cache."""
+    """Bytes that a rank needs in addition to the KV cache."""
 
     weights: int
     activations: int
@@ -143,8 +144,8 @@ def _refuse(config: Config, limits: Limits, room: DeviceMemory, sizes: Sizes, ne
 
 
 def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, blocks: int) -> tuple[int, list[Choice]]:
-    """Return (number of pages for states of `state` bytes, choices), out of `kv_bytes` for states and blocks, of which
-    the blocks get or need at most `blocks` bytes.
+    """Return (number of state pages of `state` bytes each, choices). States and blocks share `kv_bytes`, of which the
+    blocks take at most `blocks` bytes.
 
     Raises ValueError, naming the settings to change, if too few fit.
     """
@@ -173,7 +174,7 @@ def _num_states(config: Config, limits: Limits, state: int, kv_bytes: int, block
 
 
 def _most_states(limits: Limits) -> int:
-    """Return the number of pages for states that a model has if there is room."""
+    """Return the number of state pages to allocate if there is room."""
     return _MOST_PER_REQUEST * limits.max_num_seqs + _step_drafts(limits)
 
 
@@ -186,8 +187,8 @@ def _step_drafts(limits: Limits) -> int:
 
 
 def spare_states(limits: Limits, num_states: int) -> int:
-    """Return how many of the pages for states are for drafts: as many as a step verifies, at most half of the pages
-    that running requests do not need. The other half is for checkpoints of prefixes.
+    """Return how many state pages are reserved for drafts: as many as a step verifies, at most half of the pages
+    that running requests do not need. The other half is for prefix checkpoints.
     """
     return max(min(_step_drafts(limits), (num_states - _STATES_PER_REQUEST * limits.max_num_seqs) // 2), 0)
 
@@ -220,8 +221,8 @@ def fit_model_len(
 
 
 def _bytes_for_context(limits: Limits, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> tuple[int, int]:
-    """Return (bytes of the blocks for one request of the whole context, --kv-cache-memory-bytes that has room for them
-    and for the recurrent states, which take half of it at most, or two of a request).
+    """Return (bytes of the blocks for one request of the whole context, the --kv-cache-memory-bytes that has room for
+    them and the recurrent states, which take at most half of it).
     """
     blocks = most_blocks(groups, limits.max_model_len, limits.attention.block_size, limits.max_num_batched_tokens) + 1
     needed = blocks * plan.bytes_per_block
@@ -229,7 +230,7 @@ def _bytes_for_context(limits: Limits, plan: MemoryPlan, groups: Sequence[CacheG
 
 
 def warnings_of(limits: Limits, max_model_len: int, plan: MemoryPlan, groups: Sequence[CacheGroup]) -> list[str]:
-    """Return a warning of a context that is much shorter than the model's."""
+    """Return warnings about a context that is much shorter than the model's."""
     if max_model_len * _SHORT > limits.max_model_len:
         return []
     _, enough = _bytes_for_context(limits, plan, groups)
@@ -242,8 +243,8 @@ def warnings_of(limits: Limits, max_model_len: int, plan: MemoryPlan, groups: Se
 
 
 def check_cache(config: Config, spec: ModelSpec, limits: Limits) -> None:
-    """Raise ValueError, before weights are loaded, if the KV cache of the settings is too small, however much memory
-    there is, or cannot be as they ask.
+    """Raise ValueError, before weights are loaded, if the settings ask for a KV cache that is too small, whatever the
+    available memory, or impossible.
     """
     groups = cache_plan(config, spec, limits).groups
     if config.cache.kv_cache_memory_bytes is None and (config.cache.num_gpu_blocks_override or 0) < 2:
@@ -256,7 +257,7 @@ def check_cache(config: Config, spec: ModelSpec, limits: Limits) -> None:
 def _kv_cache_bytes(
     config: Config, limits: Limits, block: int, state: int, blocks: int, free: int, left: int, need: str
 ) -> tuple[int, list[Choice]]:
-    """Return (bytes of blocks and states, choices). `blocks` bytes would do for the blocks of `need`.
+    """Return (bytes of blocks and states, choices). `blocks` bytes suffice for the blocks of `need`.
 
     `free` is the memory that the utilization leaves to the cache, `left` the device's memory minus weights and
     activations.

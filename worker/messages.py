@@ -15,7 +15,7 @@ import msgspec
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
-# how errors begin that a request's own grammar causes
+# prefix of errors that a request's own grammar causes
 GRAMMAR_ERROR = "structured output: "
 # the error of a request for which no token can be sampled
 NO_TOKEN_ERROR = (
@@ -57,12 +57,12 @@ class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     forced: tuple[int, ...]
 
 
-# size of a sequence that must not occur again times the tokens among which it is searched: compared in every step
+# n-gram size times the number of tokens searched for it: comparisons in every step
 MAX_NGRAM_COMPARISONS = 1 << 21
 
 
 class NoRepeatNgram(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A sequence of `size` tokens does not occur twice within the last `window` tokens; 0: in all."""
+    """No sequence of `size` tokens occurs twice within the last `window` tokens (0: within all tokens)."""
 
     size: int
     window: int = 0
@@ -82,8 +82,8 @@ class Dry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class SamplerChain(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The samplers of llama.cpp, which run in `order` (`sampling/chain/`): top_k, top_p, min_p and the temperature of
-    the request are among them.
+    """The samplers of llama.cpp, which run in `order` (`sampling/chain/`). They include the request's top_k, top_p,
+    min_p and temperature.
     """
 
     order: tuple[str, ...]  # for SAMPLERS
@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
     @property
     def excludes_tokens(self) -> bool:
-        """Return whether the request itself can exclude every token."""
+        """Return whether the request's own parameters can exclude every token."""
         some = self.allowed_token_ids, self.bad_words_ids, self.min_tokens, self.logit_bias, self.grammar, self.speech
         return any(some)
 
@@ -167,7 +167,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 class Alignment(msgspec.Struct, frozen=True, array_like=True):
     """The cross-attention of a prompt's tokens, from `first` on, to the first `positions` of the encoder's output."""
 
-    heads: tuple[tuple[int, int], ...]  # (layer, head), of which the mean is taken
+    heads: tuple[tuple[int, int], ...]  # (layer, head) pairs to average
     first: int
     positions: int
     width: int  # of the median filter over the positions, odd
@@ -175,15 +175,15 @@ class Alignment(msgspec.Struct, frozen=True, array_like=True):
 
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The request returns one vector for its prompt instead of tokens (`SamplingParams.max_tokens` is 0): embed, the
-    pooled hidden states; classify, the logits of the model's classifier; align, the matrix of an `Alignment`, row by
-    row.
+    pooled hidden states; classify, the logits of the model's classifier; token_classify, those of each token; align,
+    the matrix of an `Alignment`, row by row.
     """
 
     task: str = "embed"
     num_dimensions: int = 0  # for an embedding: the first ones are kept; 0 keeps all
     normalize: bool = False  # scale an embedding to length 1, after the cut
     second_start: int = 0  # index of the first token of a pair's second text, 0 for one text
-    alignment: Alignment | None = None  # of align
+    alignment: Alignment | None = None  # for the task align
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -199,15 +199,15 @@ class PoolingInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     template: bool = False  # a cross-encoder whose chat template joins a query and a document
     prompt: str = ""  # precedes every text by default; with `template` it is a system message
     whole_prompts: bool = False  # an encoder: a prompt is computed in one step and shares no prefix
-    max_tokens: int = 0  # texts are cut to as many, special tokens included, unless a request says otherwise; 0: none
+    max_tokens: int = 0  # texts are cut to this, special tokens included, unless a request says otherwise; 0: none
     truncation_side: str = "right"  # by default: where texts are cut
-    matryoshka: bool = False  # whether the first numbers of a vector are a vector of the text, too
-    matryoshka_sizes: list[int] = []  # how many there may be, if the model's files list it
-    default_dimensions: int = 0  # how many there are if the request does not say; 0: all
+    matryoshka: bool = False  # whether a prefix of an embedding is itself an embedding of the text
+    matryoshka_sizes: list[int] = []  # allowed numbers of dimensions, if the model's files list them
+    default_dimensions: int = 0  # dimensions unless the request says otherwise; 0: all
 
     @property
     def reads_all(self) -> bool:
-        """Return whether the vector depends on the hidden states of all tokens, not of the last one only."""
+        """Return whether the vector depends on the hidden states of all tokens, not only on the last one's."""
         return self.method != "lasttoken" or self.whole_prompts
 
 
@@ -272,8 +272,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
 
 def most_blocks(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, chunk: int) -> int:
-    """Return the maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, pages with
-    states aside, see `CacheGroup.most_blocks`.
+    """Return the maximum number of blocks of all groups that a request of `num_tokens` tokens holds at once, excluding
+    state pages, see `CacheGroup.most_blocks`.
     """
     return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups)
 
@@ -292,9 +292,9 @@ def longest_request(groups: Sequence[CacheGroup], num_blocks: int, block_size: i
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """An image of a prompt: the tokens that stand for it, and where its features lie.
+    """An image of a prompt, or frames of a video that are encoded together: its tokens, and where its features lie.
 
-    The embeddings of the image replace those of the span's placeholders: its tokens with the model's image token id, in
+    The embeddings of the image replace those of the span's placeholders: its image tokens or video tokens, in
     order. A span may hold other tokens between them, such as the ends of rows.
 
     For a model with cross-attention (`MediaInfo.cross`) it is the audio to which all tokens attend: its span is the
@@ -307,6 +307,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     num_embeds: int  # placeholders among them
     path: str  # safetensors file in shared memory with the features, by the names that the model's encoder expects
     grid: tuple[int, int, int] | None = None  # (t, h, w) in placeholders, for models with three axes of positions
+    time: int | None = None  # of a frame that begins, on the other axes, where its video does: positions from there
 
 
 class MediaInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -320,6 +321,7 @@ class MediaInfo(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     cross: int = 0  # embeddings of each item, to which the decoder attends; 0: embeddings replace placeholders
     cross_heads: tuple[int, int] = (0, 0)  # layers that attend to them, and heads of each
     audio: bool = False  # the items are audio instead of images
+    video_token_id: int | None = None  # the placeholder of videos, if they have their own
 
 
 class LoraUse(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -327,12 +329,12 @@ class LoraUse(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     key: str  # hash of its files: equal keys mean equal weights
     path: str  # the folder with its files, which stays until the request has ended
-    scale: float = 1.0  # multiplies what it adds
-    name: str = ""  # under which clients know it
+    scale: float = 1.0  # factor of its contribution
+    name: str = ""  # by which clients refer to it
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A request is assigned to row `row`, for the first time or again after preemption."""
+    """A request assigned to row `row`, for the first time or again after preemption."""
 
     row: int
     token_ids: list[int]  # prompt, then the outputs so far
@@ -386,7 +388,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     errors: dict[int, str] | None = None  # batch position -> error of this request alone
     pooled: dict[int, bytes] | None = None  # batch position of a completed prompt -> its vector, float32 in C order
     num_draft: dict[int, int] | None = None  # batch position -> drafts that the worker has for the row's next step
-    predicted: list[int] | None = None  # batch positions among these whose drafts are of the request's prediction
+    predicted: list[int] | None = None  # those of these batch positions whose drafts come from the request's prediction
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -413,12 +415,12 @@ REMOTE = "remote"  # the tier of blocks on other servers, which has `TransferCal
 
 
 class TierInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tier below the KV cache (`worker/cache/tiers/`). Blocks that leave it go down from the first to the last."""
+    """A tier below the KV cache (`worker/cache/tiers/`). Evicted blocks go down from the first tier to the last."""
 
     name: str  # ram, disk ...
     medium: str  # vLLM's name of it, in KV events; "": none are sent
-    where: str  # for a person
-    limit: int  # bytes of all ranks; 0: it takes no blocks that leave another
+    where: str  # human-readable location
+    limit: int  # bytes of all ranks; 0: it takes no blocks evicted from another tier
     saves: bool = False  # whether hot blocks are written to it before they leave the KV cache, for the next start
 
 
@@ -442,7 +444,9 @@ class WorkerReady(msgspec.Struct, frozen=True, omit_defaults=True):
     num_states: int = 0  # pages for recurrent states, whose ids follow those of the blocks
     tiers: list[TierInfo] = []  # below the KV cache, in the order in which blocks go down
     max_loras: int = 0  # adapters that a step may use; 0: requests with adapters are refused
-    warnings: list[str] = []  # settings that work, but hardly as they were meant
+    warnings: list[str] = []  # settings that work, but probably not as intended
+    overlaps: bool = False  # whether a step runs on its own device while the host prepares the next
+    compiles_at_use: bool = False  # whether the warm-up must run requests of every kind
 
     @property
     def has_slot_files(self) -> bool:
@@ -468,6 +472,9 @@ class WorkerCalls(Protocol):
     def unload_lora(self, key: str) -> None:
         """Forget a LoRA adapter, unless requests use it."""
 
+    def prepare_warm_up(self) -> list[str]:
+        """Run what no request of the warm-up needs. Returns the keys of blank LoRA adapters, loaded for it."""
+
     def start_profile(self) -> str:
         """Begin a profile of the next steps. Returns why that is not possible, "" if it is."""
 
@@ -489,7 +496,8 @@ class WorkerCalls(Protocol):
         """Switch to faster operations that became available. Returns whether more may follow."""
 
     def describe_ops(self) -> dict[str, object]:
-        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and when the faster ones were loaded (time.time()).
+        """
 
     def wants_memory_back(self, idle: float) -> bool:
         """Return whether the KV cache's memory should be given back, after `idle` seconds without a request."""
@@ -504,7 +512,7 @@ class WorkerCalls(Protocol):
         """Return bytes by which the machine is short of memory."""
 
     def encoded(self) -> tuple[float, float]:
-        """Return when the images of the last step that had some were encoded, (begin, end) by time.time()."""
+        """Return (begin, end), by time.time(), of encoding the images of the last step that had any."""
 
 
 class TierReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -527,8 +535,8 @@ class TierCalls(Protocol):
         """Keep the contents of blocks (id, key) that are about to be reused."""
 
     def save(self, blocks: list[tuple[int, bytes, int]]) -> int:
-        """Write blocks (id, key, time of last use in ns) that stay in the pool to a tier that `saves`. Returns for how
-        many of the first ones that was begun.
+        """Write blocks (id, key, time of last use in ns) that stay in the pool to a tier that `saves`. Returns how many
+        of the first blocks it has begun to write.
         """
 
     def flush(self, timeout: float) -> bool:
@@ -538,8 +546,8 @@ class TierCalls(Protocol):
         """Begin to read these keys, which `poll` copies into the blocks."""
 
     def poll(self) -> list[tuple[int, list[bool] | int]]:
-        """Copy contents that were read. Returns per load its number and the number of blocks that were handled or, once
-        all are, whether each holds its key's content; then the load is over.
+        """Copy contents that were read. Returns, per load, its number and the count of blocks handled so far or, once
+        the load has ended, whether each block holds its key's content.
         """
 
     def cancel(self, number: int) -> None:
@@ -552,7 +560,7 @@ class TierCalls(Protocol):
         """Forget every block of this model in every tier."""
 
     def watch(self) -> None:
-        """Add the `changes` to later `stats`."""
+        """Include `changes` in later `stats`."""
 
     def stats(self, take: bool = True) -> TierReport:
         """Return the contents and the traffic; without `take` the next report has the sizes and changes, too."""
@@ -562,21 +570,21 @@ class SlotReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """The end of an action on a slot file, the same on all ranks if one of them failed."""
 
     size: int  # bytes of the file; below 0: it failed
-    note: bytes = b""  # that was restored
-    keys: list[bytes] = []  # for the file's blocks, for `TierCalls.load`
+    note: bytes = b""  # restored with the blocks
+    keys: list[bytes] = []  # keys of the file's blocks, for `TierCalls.load`
 
 
 class SlotCalls(Protocol):
-    """Methods of the tier "slots". Each but `poll` begins an action. Only if there is this tier."""
+    """Methods of the tier "slots". Each except `poll` begins an action. Only if there is this tier."""
 
     def save(self, name: str, note: bytes, blocks: list[tuple[int, bytes]]) -> None:
         """Begin to write `note` and these blocks (id, key), which stay as they are until the end."""
 
     def restore(self, name: str) -> None:
-        """Begin to check a file, whose blocks the tier has then."""
+        """Begin to check a file; afterwards the tier holds its blocks."""
 
     def poll(self) -> SlotReport | None:
-        """Go on with the action. Returns its end once every rank has reached it, None until then."""
+        """Continue the action. Returns its report once every rank has ended it, None until then."""
 
 
 class TransferCalls(Protocol):
@@ -586,7 +594,7 @@ class TransferCalls(Protocol):
         """Begin to copy these blocks (id, key), which stay as they are until the end, for other servers to read."""
 
     def poll(self) -> int:
-        """Go on with the copies. Returns how many calls of `send` since the start are done on every rank."""
+        """Continue the copies. Returns how many calls of `send` every rank has completed since the start."""
 
     def expect(self, host: str, port: int, keys: list[bytes]) -> None:
-        """Another server has the blocks of these keys, which `TierCalls.lookup` finds from here on."""
+        """Note that another server has the blocks of these keys, so that `TierCalls.lookup` finds them."""

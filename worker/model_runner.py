@@ -21,6 +21,7 @@ from quire.worker.batch.graphs import CudaGraphs, CudaRecorder, Replay
 from quire.worker.batch.group_metadata import adapt
 from quire.worker.batch.input_batch import InputBatch, InputBuffers, SamplingBatch, prepare_inputs
 from quire.worker.batch.mixed_graphs import MixedGraphs, RecordPieces
+from quire.worker.batch.piece_sizes import piece_sizes
 from quire.worker.batch.request_table import RequestTable
 from quire.worker.batch.spare_states import SpareStates
 from quire.worker.batch.split_step import STATE_LOST, Failed, Output, Part, SplitOutput, halves, runs, without_drafts
@@ -186,7 +187,7 @@ class ModelRunner:
         if speculation is not None and self.stage.last:
             drafting: ModelDrafter | None = None
             needs = table, backend, platform, max_num_tokens, self.sampler
-            if speculation.head or speculation.eagle:
+            if speculation.heads or speculation.eagle:
                 drafting = HeadDrafter(model, draft, *needs)
             elif draft is not None:
                 drafting = DraftModel(draft, *needs, model)
@@ -238,9 +239,9 @@ class ModelRunner:
         return output
 
     def _settle(self, step: StepInput) -> None:
-        """Let the speculator see the tokens of earlier steps, which it does when they are waited for; a rank that does
-        not answer may not have been asked for them yet. Those of the last step may follow later if `step` does not
-        depend on them, so that its launch overlaps with that step on a GPU.
+        """Wait for the results of earlier steps, so that the speculator sees their tokens: on a rank that does not
+        report results, no other code may have waited yet. The last step's may follow later if `step` does not depend on
+        them, so that its launch overlaps with that step on a GPU.
         """
         may_overlap = self.platform.overlaps and not self.speculator.waits(step)
         while len(self._unsettled) > may_overlap:
@@ -294,6 +295,8 @@ class ModelRunner:
         if self._reached == _FORWARD:
             like = torch.empty(0, dtype=self.model.dtype, device=self.platform.device)
             num_needed = num_tokens if batch.needed_rows is None else len(batch.needed_rows)
+            if isinstance(self.forward, CudaGraphs) and (padded := self.forward.num_rows(batch)):
+                num_tokens = num_needed = padded  # those that the other ranks exchange
             for shape, dtype in self.model.exchanges(num_tokens, num_needed)[num_done:]:
                 self.group.all_reduce(like.new_full(shape, float("nan"), dtype=dtype))
         if batch.step.samples:
@@ -323,7 +326,7 @@ class ModelRunner:
         return SplitOutput(step, [(first, output), (second, rest)], rest.failed)
 
     def _run_second(self, half: Part, of_same: bool) -> Output:
-        """Run the second half; `of_same`: of the same request, whose state it continues."""
+        """Run the second half; `of_same`: it continues the state of the first half's request."""
         try:
             saved = self.states.advance(half.step.rows[0], half.checkpoint) if of_same else None
         except RuntimeError as error:
@@ -361,6 +364,7 @@ class ModelRunner:
         batch.needed_rows = None if keeps_all or not self.stage.last else self._sampled_rows(batch)
         adapted = self.adapters is not None and self.adapters.begin(step, batch)
         hidden = self.forward(batch, True) if adapted else self.forward(batch)
+        errors |= self.model.failures
         self._reached = _LOGITS
         if not self.stage.last:
             self.stage.send_hidden(batch, hidden)
@@ -384,7 +388,7 @@ class ModelRunner:
             if batch.drafts and self.spare_states is not None:
                 self.spare_states.keep(batch, sampled.token_ids, self.platform)
         if self.speculator is not None:
-            observes = self.alone and not self.platform.overlaps  # ranks must decide alike, a launch is no step
+            observes = self.alone and not self.platform.overlaps  # ranks must decide alike; a launch is no step
             if observes and len(batch.sampling.rows) == len(batch.input_ids):
                 self.speculator.costs.observe(len(batch.input_ids), time.process_time() - begin)
             self.speculator.follow(batch, hidden)
@@ -446,16 +450,12 @@ class ModelRunner:
             record = CudaRecorder()
             record_pieces = record.pieces
         mixed = None
-        if record_pieces is not None and self._records_pieces:
-            mixed = MixedGraphs(self.model, self.buffers, self.backend, max_model_len, record_pieces)
+        if record_pieces is not None and MixedGraphs.applies(self.table.groups):
+            needs = self.model, self.buffers, self.backend, max_model_len, record_pieces
+            sizes = piece_sizes(self.model.spec, self.buffers.max_num_tokens, self.group.size)
+            mixed = MixedGraphs(*needs, sizes, self.group)
         shared = self.buffers, self.backend, max_model_len, record, self._adapt, self.adapters
         self.forward = CudaGraphs(self.model, self.run_eagerly, *shared, mixed)
-
-    @property
-    def _records_pieces(self) -> bool:
-        """Return whether what lies between the attentions of a step can be recorded."""
-        latent = any(layer.latent is not None for layer in self.model.spec.layers)
-        return self.alone and not latent and MixedGraphs.applies(self.table.groups)
 
     def _adapt(self, attn: GroupedMetadata) -> GroupedMetadata:
         return adapt(attn, self.table.groups, self.table.block_size, self.platform.to_device)
@@ -465,7 +465,7 @@ class ModelRunner:
         """Record one graph, or measure the time of one step, while no request runs. Returns whether more are left."""
         if isinstance(self.forward, CudaGraphs) and self.forward.record_next():
             return True
-        return self.measurement is not None and self.measurement.go_on()
+        return self.measurement is not None and self.measurement.measure_next()
 
     def _run_alone(self, step: StepInput) -> None:
         """Run a step and discard its results."""

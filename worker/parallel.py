@@ -30,6 +30,9 @@ class Group:
     size = 1
     num_exchanges = 0  # number of all-reduces and all-gathers of this rank
 
+    def fix_order(self) -> None:
+        """Add the ranks' parts in rank order in later all-reduces, whatever their size."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, of the same shape. May overwrite x."""
         return x
@@ -65,7 +68,7 @@ class SmallSums(Protocol):
     """A faster all-reduce of small tensors."""
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return whether it sums x: it depends on the shape and dtype only, so that all ranks decide alike."""
+        """Return whether `all_reduce` takes x. Depends only on shape and dtype, so that all ranks decide alike."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks."""
@@ -79,12 +82,13 @@ class ProcessGroup(Group):
         self.rank = ranks.index(dist.get_rank())
         self._group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         self._small: SmallSums | None = None
+        self._fixed_order = False
 
     def use_small_sums(
         self, device: torch.device, obstacle: str | None, make: Callable[[Any], SmallSums]
     ) -> str | None:
-        """Sum small tensors with the result of `make` for the process group. Returns why not: `obstacle`,
-        or an error, of this or another rank. All ranks of the group must call it together.
+        """Sum small tensors with the result of `make` for the process group. Returns None, or why not: `obstacle`, or
+        an error, of this or another rank. All ranks of the group must call it together.
 
         The ranks vote before `make`, in which they wait for each other, and after it: a rank that sums in another way
         than the others would wait forever.
@@ -106,12 +110,26 @@ class ProcessGroup(Group):
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
         return bool(votes.item())
 
+    def fix_order(self) -> None:
+        self._fixed_order = True
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.num_exchanges += 1
+        if self._fixed_order and x.is_floating_point():
+            return self._sum_in_order(x)
         if self._small is not None and self._small.takes(x):
             return self._small.all_reduce(x)
         dist.all_reduce(x, group=self._group)
         return x
+
+    def _sum_in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum, added in rank order: a library would choose the order by the size of x."""
+        gathered = torch.empty(self.size, x.numel(), dtype=x.dtype, device=x.device)
+        _all_gather(gathered.view(-1), x.reshape(-1), group=self._group)
+        total = gathered[0].float()
+        for part in gathered[1:]:
+            total = total + part.float()
+        return total.to(x.dtype).view(x.shape)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         gathered = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)

@@ -50,10 +50,10 @@ class SingleStage:
         """
 
     def drafts(self, step: StepInput) -> dict[int, list[int]]:
-        """Batch position -> the drafts that `step` verifies. On the first stage only, after `await_token_ids`."""
+        """Return the drafts that `step` verifies by batch position: on the first stage, after `await_token_ids`."""
         raise AssertionError("a single stage makes its drafts")
 
-    def tell_last(self, flags: torch.Tensor) -> torch.Tensor:
+    def send_to_last(self, flags: torch.Tensor) -> torch.Tensor:
         """Return the flags of the first stage on the last one, and `flags` on the others, before the hidden states of a
         step. All stages must call it.
         """
@@ -119,7 +119,7 @@ class PipelineStage(SingleStage):
     def drafts(self, step: StepInput) -> dict[int, list[int]]:
         return {i: self._drafts[step.rows[i]][:count] for i, count in step.num_draft.items()}
 
-    def tell_last(self, flags: torch.Tensor) -> torch.Tensor:
+    def send_to_last(self, flags: torch.Tensor) -> torch.Tensor:
         if self.first:
             self._send(self._sent_flags, self.stages, flags, self.stages.size - 1)
         return self.stages.receive(flags, 0) if self.last else flags

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MAX_STEPS = 2000  # after which a profile takes no more: a forgotten one would fill the memory
+MAX_STEPS = 2000  # most steps of a profile: a forgotten one would fill the memory
 _MAX_EVENTS_SECONDS = 120.0  # the same for long steps
 
 
 class StepProfiler:
-    """Takes the operations of a worker's steps between `start` and `stop`, which run in the thread of the steps."""
+    """Records the operations of a worker's steps between `start` and `stop`, which are called in the steps' thread."""
 
     def __init__(self, folder: str | None, rank: int):
         self.folder, self.rank = folder, rank
@@ -23,7 +23,7 @@ class StepProfiler:
         self._num_steps, self._started = 0, 0.0
 
     def start(self) -> str:
-        """Returns why no profile can begin, "" if it has begun."""
+        """Begin a profile. Returns why none can begin, "" if it has begun."""
         if self.folder is None:
             return "this server takes no profiles: start it with --torch-profiler-dir"
         if self._profile is not None:
@@ -48,7 +48,7 @@ class StepProfiler:
             self._is_taking = False
 
     def stop(self) -> tuple[str, str]:
-        """Writes the trace. Returns (why there is none, or "", and the name of its file)."""
+        """Write the trace. Returns (why there is none, or ""; the name of its file)."""
         if self._profile is None:
             return "no profile has begun", ""
         taken, self._profile = self._profile, None

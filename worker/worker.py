@@ -34,8 +34,8 @@ MIN_WARM_BYTES = 64 << 20
 
 
 class Worker:
-    """The constructor starts nothing. Call `initialize`, then `execute` any number of steps in order, then `shutdown`,
-    from threads of this process.
+    """A worker whose constructor starts nothing. Call `initialize`, then `execute` any number of steps in order, then
+    `shutdown`, from threads of this process.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Worker:
         local_rank: int | None = None,
         local_size: int | None = None,
     ) -> None:
-        """`local_size` ranks share this machine, and this one drives GPU number `local_rank`; by default all ranks are
-        on this machine.
+        """Place the rank: `local_size` ranks share this machine, and this one drives GPU `local_rank`; by default all
+        ranks are on this machine.
         """
         self.config = config
         device = rank if local_rank is None else local_rank
@@ -123,9 +123,9 @@ class Worker:
     def _open_tiers(self, resolved: Resolved, found: WorkerReady) -> None:
         """Open the tiers below the KV cache."""
         limits, ranks = resolved.limits, self.ranks
-        storage = str(limits.kv) + (f", drafts of {limits.speculation.model}" if limits.draft else "")
+        draft = str(limits.speculation.model) if limits.draft else None
         place = (ranks.number, ranks.size, self.config.parallel.tensor_parallel_size)
-        self.tiers = open_store(self.config, self.loaded.cached, found, storage, place, ranks.least)
+        self.tiers = open_store(self.config, self.loaded.cached, found, limits.kv, draft, place, ranks.minimum)
         if self.tiers is not None:
             self.slots = next((tier for tier in self.tiers.tiers if isinstance(tier, SlotTier)), None)
             self.transfers = next((tier for tier in self.tiers.tiers if isinstance(tier, RemoteTier)), None)
@@ -154,7 +154,7 @@ class Worker:
         try:
             return self.runner.execute(step)
         finally:
-            self.warmer.rest()
+            self.warmer.mark_idle()
 
     def set_vocabulary(self, vocabulary: bytes) -> None:
         """Take the tokens that grammars need, a `Vocabulary` as msgpack, before the first request with a grammar."""
@@ -174,6 +174,16 @@ class Worker:
         """Forget a LoRA adapter, unless requests use it."""
         if self.runner.adapters is not None:
             self.runner.adapters.unload(key)
+
+    def prepare_warm_up(self) -> list[str]:
+        """Run what no request of the warm-up needs. Returns the keys of blank LoRA adapters, loaded for it."""
+        self.runner.sampler.grammars.warm_up()
+        if self.runner.adapters is None:
+            return []
+        keys = [f"warm-up {i}" for i in range(min(2, self.runner.adapters.max_active))]
+        for i, key in enumerate(keys):  # with experts steps are not replayed: those of the first one are
+            self.runner.adapters.load_blank(key, experts=i > 0)
+        return keys
 
     def start_profile(self) -> str:
         return self.profiler.start()
@@ -218,14 +228,14 @@ class Worker:
             self.warmer, self.gave_back = None, True
 
     def encoded(self) -> tuple[float, float]:
-        """Return when the images of the last step that had some were encoded, (begin, end) by time.time(); on a GPU,
-        when that was launched.
+        """Return (begin, end), by time.time(), of encoding the images of the last step that had any; on a GPU, of the
+        launch.
         """
         return self.runner.images.encoded
 
     def memory_short(self) -> int:
-        """Return bytes by which the machine is short of memory. With enough of it, memory is made resident
-        ahead again.
+        """Return bytes by which the machine is short of memory. If it has enough, resume making memory resident ahead
+        of use.
         """
         short = self.runner.platform.memory_short()
         if self.warmer is not None and -short > self.warmer.most_ahead:
@@ -233,12 +243,12 @@ class Worker:
         return short
 
     def give_back_blocks(self, block_ids: list[int]) -> None:
-        """Return the memory of these blocks to the system, between two steps, and of those made resident ahead."""
+        """Return to the system, between two steps, the memory of these blocks and of blocks made resident ahead."""
         if self.warmer is not None:
             self.warmer.give_back_blocks(block_ids)
 
     def describe_ops(self) -> dict[str, object]:
-        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and when faster ones were loaded (time.time())."""
         platform = self.runner.platform
         return {"name": platform.ops.name, "status": platform.ops_status(), "since": platform.ops_since()}
 

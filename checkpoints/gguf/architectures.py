@@ -17,10 +17,10 @@ from quire.checkpoints.gguf.names import AFTER, MIXED, POST, PRE, SANDWICH, tens
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """`settings` are keys of config.json; `of_states`: other names, in layers that have a tensor of the first;
-    `swapped`: rows of q and k are in the order of interleaved rotary pairs; `shifted`: norms are stored as 1 + w where
-    safetensors have w, those whose names end with a key of `offsets` as that number + w; `fused_qkv`: the decoder has
-    one weight for q, k and v.
+    """One architecture. `settings`: keys of config.json. `of_states`: other names, in layers that have a tensor of the
+    first. `swapped`: rows of q and k are in the order of interleaved rotary pairs. `shifted`: norms are stored as 1 + w
+    where safetensors have w, those whose names end with a key of `offsets` as that number + w. `fused_qkv`: the decoder
+    has one weight for q, k and v.
     """
 
     architecture: str  # in config.json
@@ -34,7 +34,7 @@ class GgufArchitecture:
     fused_qkv: bool = False
 
     def tensor_names(self, tensors: Collection[str], num_layers: int) -> dict[str, str]:
-        """Return the decoder's names of the tensors of a file, by their own."""
+        """Return the decoder's name of each tensor of a file, by its name in the file."""
         marker = f".{next(iter(self.of_states))}.weight" if self.of_states else None
         layers = [name.removesuffix(marker) + "." for name in tensors if name.endswith(marker)] if marker else []
         with_states, both = tuple(layers), self.names | self.of_states

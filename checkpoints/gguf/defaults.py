@@ -1,4 +1,4 @@
-"""Lists the keys that the files of an architecture may leave out, with their values then: the default of llama.cpp's
+"""Lists the keys that the files of an architecture may leave out, with their defaults: the default of llama.cpp's
 `load_hparams`, or a size that the file's tensors have. `Metadata.get` requires a key without an entry. Torch-free.
 """
 
@@ -76,7 +76,7 @@ def _kv_heads(m: Metadata) -> list[int] | int:
 
 
 def _latent_layer(m: Metadata) -> str | None:
-    """Return the beginning of the names of the first layer with latent attention."""
+    """Return the name prefix of the first layer with latent attention."""
     return next((f"blk.{i}" for i in m.layers_with(_LATENT)), None)
 
 

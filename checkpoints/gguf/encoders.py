@@ -1,4 +1,4 @@
-"""Settings of config.json by the metadata of GGUF files: encoders, and how hidden states become vectors. Torch-free."""
+"""Settings of config.json from the metadata of GGUF files: encoders, and the pooling of hidden states. Torch-free."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def modern_bert(m: Metadata) -> Settings:
 
 
 def _period(m: Metadata) -> int:
-    """Frequency of the layers with full attention; layer 0 is the first."""
+    """Return the frequency of the layers with full attention; layer 0 is the first."""
     pattern = m.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         return pattern
@@ -83,16 +83,16 @@ def _classifier(m: Metadata, prefix: str, **settings: Any) -> Settings:
 
 
 def pooling_method(m: Metadata) -> str | None:
-    """Return how the hidden states of a text become its vector, or None if the file does not say.
+    """Return the pooling method of hidden states, or None if the file does not say.
 
     Raises:
-        ValueError: not by a method that is supported.
+        ValueError: the method is not supported.
     """
     kind = m.get("pooling_type")
     if kind == _NONE:
         return None
     if kind == _RANK and m.rows("cls.output.weight") and m.find("attention.causal") is False:
-        return None  # the architecture of a classifier says it
+        return None  # the architecture of a classifier implies it
     if kind not in _METHODS:
         raise ValueError(f"{m.file.path}: {m.kind}.pooling_type {kind} is not supported; supported: 1, 2, 3")
     return _METHODS[kind]

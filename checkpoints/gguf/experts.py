@@ -1,4 +1,4 @@
-"""Settings of config.json by the metadata of GGUF files: experts. Torch-free."""
+"""Settings of config.json from the metadata of GGUF files: experts. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def experts(m: Metadata, size_key: str = "moe_intermediate_size", **more: Any) -
 
 
 def weights_scale(m: Metadata) -> float:
-    """Return the factor of the experts' weights, which files may say to be 0 if there is none."""
+    """Return the factor of the experts' weights, which files may state as 0 if there is none."""
     return m.get("expert_weights_scale") or 1.0
 
 
@@ -128,7 +128,7 @@ def gemma4(m: Metadata) -> Settings:
 
 
 def deepseek_v3(m: Metadata) -> Settings:
-    """Latent attention, sigmoid scores and groups."""
+    """Return the settings of latent attention, sigmoid scores and groups."""
     return latent(m) | deepseek(m) | groups(m) | {"norm_topk_prob": m.get("expert_weights_norm")}
 
 
@@ -137,7 +137,7 @@ def indexed(m: Metadata) -> Settings:
 
 
 def groups(m: Metadata) -> Settings:
-    """Return the settings of groups of experts, of which files may say 0 if there are none."""
+    """Return the settings of expert groups, whose count files may state as 0 if there are none."""
     return {"n_group": m.get("expert_group_count") or 1, "topk_group": m.get("expert_group_used_count") or 1}
 
 
@@ -159,7 +159,7 @@ def hy_v3(m: Metadata) -> Settings:
 
 
 def llama4(m: Metadata) -> Settings:
-    """Settings that the file lacks have llama.cpp's defaults."""
+    """Return the settings; those that the file lacks have llama.cpp's defaults."""
     num_layers, num_experts = m.get("block_count"), m.find("expert_count") or 0
     settings = experts(m, "intermediate_size") if num_experts else {"intermediate_size": m.one("feed_forward_length")}
     settings |= {

@@ -1,4 +1,4 @@
-"""Makes a model folder of a GGUF file: config.json, the tokenizer and its chat template from the file's metadata. The
+"""Makes a model folder from a GGUF file: config.json, the tokenizer and its chat template from the file's metadata. The
 weights stay in the file, which config.json names.
 """
 
@@ -36,7 +36,7 @@ Progress = Callable[[str, float], None]
 
 
 def hub_patterns(model: str) -> tuple[str, list[str]] | None:
-    """(repository, patterns of the GGUF files to download) of `repo:Q4_K_M` or `repo/file.gguf`, else None."""
+    """Return (repository, patterns of the GGUF files to download) of `repo:Q4_K_M` or `repo/file.gguf`, else None."""
     if match := _FILE.fullmatch(model):
         return match["repo"], [re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", match["path"])]
     if match := _QUANTIZATION.fullmatch(model):
@@ -49,7 +49,7 @@ def gguf_names(names: Iterable[str]) -> list[str]:
 
 
 def chosen_files(names: list[str], model: str) -> list[str]:
-    """Return the one of a repository's GGUF files that `model` names; of a sharded one all shards, in their order.
+    """Return the GGUF file of a repository that `model` names; if it is sharded, all shards in order.
 
     Raises ValueError if there is none, or more than one, or a shard is missing.
     """
@@ -71,8 +71,8 @@ def first_file(folder: str, model: str) -> str:
 
 
 def chosen_file(names: list[str], model: str) -> str:
-    """Return the one of a repository's GGUF files that `model` names, or its first shard. Raises ValueError if there is
-    none, or more than one.
+    """Return the GGUF file of a repository that `model` names, or its first shard. Raises ValueError if there is none,
+    or more than one.
     """
     if match := _FILE.fullmatch(model):
         if match["path"] not in names:
@@ -96,8 +96,8 @@ def chosen_in(names: list[str], quantization: str, model: str) -> str:
 
 
 def quantized(names: list[str], quantization: str) -> list[str]:
-    """Return the first shards among `names` with this quantization, in any case: whose name ends with it, else
-    has it.
+    """Return the first shards among `names` with this quantization, case-insensitive: those whose names end with
+    it, else those whose names contain it.
     """
     name = quantization.lower()
     found = [path for path in names if name in path.lower() and is_first(path)]
@@ -107,12 +107,12 @@ def quantized(names: list[str], quantization: str) -> list[str]:
 
 
 def is_first(path: str) -> bool:
-    """Return whether a GGUF file is the one that names its model: no later shard, and no projector of images."""
+    """Return whether a GGUF file can name its model: it is no later shard and no image projector."""
     return not _LATER_SHARD.search(path) and "mmproj" not in path
 
 
 def made_folder(path: str) -> str | None:
-    """Return the folder that `gguf_folder` made of the file `path` before, or None."""
+    """Return the folder that `gguf_folder` made from the file `path` before, or None."""
     folder = _folder_of(path)
     return str(folder) if folder.is_dir() else None
 
@@ -125,7 +125,7 @@ def _folder_of(path: str) -> Path:
 
 
 def gguf_folder(path: str, progress: Progress = lambda phase, fraction: None) -> str:
-    """Return the folder of the model in the GGUF file `path`, made in the cache if it is not there yet, which takes
+    """Return the folder of the model in the GGUF file `path`, made in the cache if it is not there yet. That takes
     seconds for a large vocabulary.
 
     Raises:
@@ -145,8 +145,8 @@ def gguf_folder(path: str, progress: Progress = lambda phase, fraction: None) ->
 
 
 def _temporary_folder(file: GgufFile, folder: Path, error: OSError) -> str:
-    """Return a folder for this run alone, if the cache cannot be written for `error`. Raises ValueError if no folder
-    can.
+    """Return a folder for this run alone, because `error` prevents writing to the cache. Raises ValueError if no folder
+    can be written.
     """
     remedy = "set QUIRE_CACHE to a folder with some MB of space"
     try:
@@ -169,7 +169,7 @@ def _temporary_folder(file: GgufFile, folder: Path, error: OSError) -> str:
 
 
 def cache_folder() -> Path:
-    """$QUIRE_CACHE/gguf, by default ~/.cache/quire/gguf."""
+    """Return $QUIRE_CACHE/gguf, by default ~/.cache/quire/gguf."""
     root = os.environ.get("QUIRE_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire"
     )

@@ -1,4 +1,4 @@
-"""The generation_config.json of a GGUF file's model: the tokens that end an answer, and how to sample."""
+"""The generation_config.json of a GGUF file's model: the tokens that end an answer, and sampling defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENDS = frozenset(
     )
 )  # fmt: skip
 _CONTROL = 3  # in tokenizer.ggml.token_type
-# a text that ends no answer in a vocabulary with all of the others
+# (text, others): the text ends no answer in a vocabulary with all of the others
 _UNLESS = (
     ("<|end|>", {"<|return|>", "<|call|>"}),  # harmony: it ends a message
     ("<|end|>", {"<|calls|>", "<|flush|>"}),

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file (versions 2 and 3): its metadata and where its tensors are. Torch-free.
+"""Reads the header of a GGUF file (versions 2 and 3): its metadata and the positions of its tensors. Torch-free.
 
 Layout: "GGUF", version, counts, metadata as (key, type, value), tensors as (name, dimensions from the last one on,
 type, offset), then the data, aligned to `general.alignment`. Numbers are little-endian.
@@ -47,7 +47,7 @@ _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """`shape` in torch's order; `start` is the position of its bytes in the file."""
+    """A tensor in a file. `shape` is in torch's order; `start` is the position of its bytes in the file."""
 
     shape: tuple[int, ...]
     type: str  # a name of TYPES
@@ -75,8 +75,8 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def stored_path(path: Path) -> str:
-    """Return the path by which a folder made of a file names it. A shard of the Hub's cache is a link, whose name says
-    where the other shards are; of any other file, the file itself.
+    """Return the path by which a folder made from a file names the file. For a shard it is the link in the Hub's cache,
+    whose name leads to the other shards; for any other file, the file itself.
     """
     return str(path.absolute() if _SHARD.search(path.name) else path.resolve())
 
@@ -116,7 +116,7 @@ def _read(path: Path) -> GgufFile:
 
 
 def header_length(data: bytes) -> int | None:
-    """Return the length of the header of the file that begins with `data`, or None if it is longer than that.
+    """Return the length of the header of the file that begins with `data`, or None if `data` is too short to tell.
 
     Raises:
         ValueError: it is not a GGUF file that can be read.
@@ -175,7 +175,7 @@ class _Header:
         return text
 
     def _texts(self, count: int) -> list[str]:
-        """Vocabularies have up to a million texts, so nothing is called per text that can be avoided."""
+        """Read `count` texts. Vocabularies have up to a million, so calls per text are avoided."""
         data, at, size, length_at = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
         if count > size:
             raise struct.error("an array ends after the file")

@@ -1,5 +1,5 @@
 """Every key of a GGUF file that llama.cpp reads for a served architecture: its valid values and its effect here.
-`check_types` looks at all of them before anything is computed; `refuse_unread` at those that nothing read.
+`check_types` looks at all of them before anything is computed; `refuse_unread` at those that no code read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ HONOURED, IDLE = "honoured", "without effect"
 
 
 class Key(NamedTuple):
-    """`effect`: HONOURED by the architectures that have it, and refused in others' files unless the value is one of
-    `neutral`; or IDLE. `note` is for the documentation.
+    """A key. `effect`: HONOURED by the architectures that have the key, and refused in others' files unless the value
+    is one of `neutral`; or IDLE. `note` is for the documentation.
     """
 
     rule: Rule
@@ -28,7 +28,7 @@ class Key(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """For each layer whether something holds."""
+    """A list with a boolean for each layer."""
 
     def fits(self, value: Any) -> bool:
         return isinstance(value, list) and len(value) <= MAX_LAYERS and all(entry in (0, 1) for entry in value)
@@ -38,7 +38,7 @@ class Flags(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """A period, or for each layer whether its attention has a window."""
+    """A period, or a list with a boolean for each layer: its attention has a window."""
 
     def fits(self, value: Any) -> bool:
         return Flags().fits(value) or Whole(0, MAX_LAYERS).fits(value)
@@ -83,7 +83,7 @@ ARCHITECTURE: dict[str, Key] = {
     "interleave_moe_layer_step": Key(_LAYERS, neutral=(0, 1)),
     "swiglu_clamp_exp": Key(_ANY),
     "swiglu_clamp_shexp": Key(_ANY),
-    "nextn_predict_layers": Key(_LAYERS, note="the first layer that drafts tokens is used, others are left out"),
+    "nextn_predict_layers": Key(_LAYERS, note="the i-th layer that drafts tokens drafts the i-th one"),
     "n_deepstack_layers": Key(_LAYERS, IDLE, "of an encoder of images, which GGUF files are served without"),
     "deepstack_mapping": Key(_ANY, IDLE, "of an encoder of images, which GGUF files are served without"),
     "use_parallel_residual": Key(FLAG),
@@ -236,7 +236,7 @@ _DEFAULT_IDS = {
     "plamo2": {"bos": 1, "eos": 2, "unknown": 0, "padding": 3},
 }
 
-# what an architecture does where the file has no choice, by key; others do what they read
+# fixed behaviour of architectures that do not read a key, by key; others follow the file
 _SOFTMAX, _SIGMOID, _CHOSEN_SOFTMAX = 1, 2, 3
 FIXED: dict[str, dict[str, Any]] = {
     "expert_gating_func": dict.fromkeys(
@@ -276,8 +276,8 @@ def check_types(metadata: Mapping[str, Any], path: Path) -> None:
 
 
 def settle_ids(metadata: dict[str, Any], path: Path) -> None:
-    """Remove the ids of special tokens that the vocabulary does not have, and add those that llama.cpp takes where the
-    file names none, as far as they are special tokens: token 11 of GPT-2's vocabulary is a comma.
+    """Remove the ids of special tokens that the vocabulary does not have, and add those that llama.cpp assumes where
+    the file names none, if they are special tokens: token 11 of GPT-2's vocabulary is a comma.
     """
     count, kinds = len(metadata.get("tokenizer.ggml.tokens") or []), metadata.get("tokenizer.ggml.token_type") or []
     for name in _TOKEN_IDS:
@@ -296,8 +296,8 @@ def _is_of(name: str, kind: Any) -> bool:
 
 
 def refuse_unread(metadata: Mapping[str, Any], read: Collection[str], config: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError for a key of the architecture that llama.cpp knows, that nothing has `read`, and whose value
-    changes what is computed. `config` is the config.json that was made of the others.
+    """Raise ValueError for a key of the architecture that llama.cpp knows, that is not in `read`, and whose value
+    changes results. `config` is the config.json that was made from the other keys.
     """
     kind = metadata["general.architecture"]
     for name in metadata:

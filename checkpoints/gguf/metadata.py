@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 class Default(NamedTuple):
     """The `value` of a key that files of the architectures `kinds` may leave out (of all, without `kinds`), or a
-    function that reads it from the rest of the file and returns None if that does not say it. `note` is for the
+    function that derives it from the rest of the file and returns None if that is not possible. `note` is for the
     documentation.
     """
 
@@ -71,7 +71,7 @@ class Metadata:
         return different.pop() if different else 0
 
     def each(self, key: str) -> list[Any]:
-        """Return the values of the layers, of which a file may have one for all."""
+        """Return the value for each layer; a file may have one for all."""
         value, count = self.get(key), self.num_layers()
         return value[:count] if isinstance(value, list) else [value] * count
 
@@ -92,7 +92,7 @@ class Metadata:
         return self.get("attention.sliding_window") or None
 
     def layer_types(self) -> list[str]:
-        """Return the kinds of attention: the last layer of each period is full, with the period 0 none is."""
+        """Return the kinds of attention: the last layer of each period is full; with period 0 none is."""
         pattern, layers = self.get("attention.sliding_window_pattern"), range(self.num_layers())
         if isinstance(pattern, list):
             return [SLIDING if slides else FULL for slides in pattern[: len(layers)]]

@@ -14,7 +14,7 @@ from quire.checkpoints.gguf.keys import check_types, refuse_unread, settle_ids
 from quire.checkpoints.gguf.metadata import NORM_EPSILONS, Metadata
 from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names
 
-# by general.type or general.architecture: what else GGUF files hold
+# other contents of GGUF files, by general.type or general.architecture
 _OTHER_CONTENTS = {
     "adapter": "a LoRA adapter",
     "mmproj": "an encoder of images (mmproj)",
@@ -26,7 +26,7 @@ Factors = Mapping[str, list[float]]  # the values of the tensors ROPE_FACTORS an
 
 
 def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
-    """Return the config.json. The file's metadata has the ids of special tokens then that count.
+    """Return the config.json. Afterwards the file's metadata has the effective ids of special tokens.
 
     Raises:
         ValueError: the architecture or a setting is not supported, or a key is missing.
@@ -48,7 +48,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
         config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "Model")]
     if m.find("expert_count") and "num_experts" not in config:
         raise ValueError(f"{file.path}: experts in GGUF files of the architecture {kind} are not supported")
-    if "rope_parameters" not in config:  # a family may have a default, so that none has to be said
+    if "rope_parameters" not in config:  # a family may have another default, so "default" is explicit
         config["rope_scaling"] = _rope_scaling(m, config, factors) or {"rope_type": "default"}
     names = found.tensor_names(file.tensors, config["num_hidden_layers"])
     types = {
@@ -68,7 +68,7 @@ def model_config(file: GgufFile, factors: Factors) -> dict[str, Any]:
 
 
 def _sizes(m: Metadata, found: GgufArchitecture) -> dict[str, Callable[[], Any]]:
-    """Return how to read the keys that all architectures have."""
+    """Return functions that read the keys that all architectures have."""
 
     def heads() -> int:
         return m.one("attention.head_count")

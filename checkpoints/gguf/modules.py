@@ -1,4 +1,4 @@
-"""Writes how hidden states become vectors, which a GGUF file says, in the files of sentence-transformers."""
+"""Writes the pooling settings of a GGUF file as the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TYPE = "sentence_transformers.models."
 
 
 def write_modules(file: GgufFile, folder: Path) -> None:
-    """Write modules.json and the files it names, if the file says how to pool. A vector's length becomes 1. The weights
-    of layers after pooling stay in the GGUF file.
+    """Write modules.json and the files it names, if the file states a pooling method. Vectors are normalized. The
+    weights of layers after pooling stay in the GGUF file.
 
     Raises:
         ValueError: the method is not supported.

@@ -106,8 +106,8 @@ _OF_STACK = re.compile(rf"({'|'.join(map(re.escape, _STACKS))})(\d+)\.")
 
 def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None) -> str:
     """Return the decoder's name of a GGUF tensor; `own` are names of a layer's modules, or of whole tensors, that
-    depend on the architecture. Layers from `num_layers` on draft tokens. Tensors that it does not know keep the last
-    parts of their name.
+    depend on the architecture. Layers from `num_layers` on draft tokens. Unknown tensors keep the last parts of their
+    name.
     """
     if name.endswith(".exp_probs_b"):  # for Hunyuan 3, written without an end
         name += ".bias"
@@ -119,21 +119,21 @@ def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None
         return f"{own.get(base) or _MODEL[base]}.{kind}" if base in _MODEL else name
     layer, base, kind = match.groups()
     drafts = num_layers is not None and int(layer) >= num_layers
-    if drafts and base in _DRAFTING and int(layer) == num_layers:
-        return f"mtp.{_DRAFTING[base]}.{kind}"
-    prefix = f"mtp.layers.{int(layer) - num_layers}" if drafts else f"model.layers.{layer}"
+    if drafts and base in _DRAFTING:
+        return f"mtp.{int(layer) - num_layers}.{_DRAFTING[base]}.{kind}"
+    prefix = f"mtp.{int(layer) - num_layers}.layer" if drafts else f"model.layers.{layer}"
     if whole := own.get(f"{base}.{kind}") or _WHOLE.get(f"{base}.{kind}"):
         return f"{prefix}.{whole}"
     return f"{prefix}.{own.get(base) or _LAYER.get(base, base)}.{kind}"
 
 
 def is_stack(name: str) -> bool:
-    """Return whether a tensor is that of several modules: of all experts, or of all streams of Gemma 3n."""
+    """Return whether a tensor holds several modules: all experts, or all streams of Gemma 3n."""
     return any(stack in name for stack in _STACKS)
 
 
-def of_stack(name: str) -> str:
-    """Return the tensor that has the tensor `name` of one module: ".experts.up_proj" for ".experts.3.up_proj"."""
+def stack_of_tensor(name: str) -> str:
+    """Return the tensor that holds the tensor `name` of one module: ".experts.up_proj" for ".experts.3.up_proj"."""
     return _OF_STACK.sub(r"\1", name)
 
 
@@ -144,8 +144,8 @@ def stack_names(name: str, count: int) -> Iterator[str]:
 
 
 def row_names(name: str, fused_qkv: bool) -> tuple[str, ...]:
-    """Return the names of the weights whose rows a tensor has one after another; else the name itself. With `fused_qkv`
-    the decoder, too, has one weight for q, k and v.
+    """Return the names of the weights whose rows a tensor concatenates, else its own name. With `fused_qkv` the
+    decoder, too, has one weight for q, k and v.
     """
     if ".experts." in name and ".gate_up_proj." in name:
         return tuple(name.replace(".gate_up_proj.", f".{half}_proj.") for half in ("gate", "up"))

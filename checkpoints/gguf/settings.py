@@ -1,4 +1,4 @@
-"""Settings of config.json by the metadata of GGUF files: decoders without experts. Torch-free."""
+"""Settings of config.json from the metadata of GGUF files: decoders without experts. Torch-free."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def gemma3n(m: Metadata) -> Settings:
 
 
 def exaone4(m: Metadata) -> Settings:
-    """Windows count if the file lists their layers, and in the 32B."""
+    """Return the settings. Windows count if the file lists their layers, and in the 32B."""
     windows = m.listed_windows()
     return windows if "sliding_attention" in windows["layer_types"] else {"sliding_window": None}
 

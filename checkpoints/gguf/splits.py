@@ -82,8 +82,8 @@ _YOUTU = (
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`patterns` are applied one after another. `whole_words`: a word that is a token is not merged from bytes. `nfc`:
-    texts are normalized first. `begins`: texts begin with BOS, if the file does not say.
+    """A split by `patterns`, applied one after another. `whole_words`: a word that is a token is not merged from bytes.
+    `nfc`: texts are normalized to NFC first. `begins`: texts begin with BOS if the file does not say.
     """
 
     patterns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Names and settings of config.json by the metadata of GGUF files: decoders with recurrent states. Torch-free."""
+"""Names and settings of config.json from the metadata of GGUF files: decoders with recurrent states. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,29 +28,21 @@ DELTA = PRE | {
     "ssm_out": "linear_attn.out_proj",
 }
 NEXT = DELTA | {"ssm_ba": "linear_attn.in_proj_ba", "ssm_in": "linear_attn.in_proj_qkvz"}
-MAMBA1 = PRE | {
+_MAMBA = PRE | {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
+    "ssm_a.weight": "mamba.A_log",
+    "ssm_d.weight": "mamba.D",
+    "ssm_out": "mamba.out_proj",
+}
+MAMBA1 = _MAMBA | {
     "ssm_x": "mamba.x_proj",
     "ssm_dt": "mamba.dt_proj",
     "ssm_dt_norm": "mamba.dt_layernorm",
     "ssm_b_norm": "mamba.b_layernorm",
     "ssm_c_norm": "mamba.c_layernorm",
-    "ssm_a.weight": "mamba.A_log",
-    "ssm_d.weight": "mamba.D",
-    "ssm_out": "mamba.out_proj",
 }
-MAMBA2 = PRE | {
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_dt.bias": "mamba.dt_bias",
-    "ssm_a.weight": "mamba.A_log",
-    "ssm_d.weight": "mamba.D",
-    "ssm_norm": "mamba.norm",
-    "ssm_out": "mamba.out_proj",
-}
-
-
+MAMBA2 = _MAMBA | {"ssm_dt.bias": "mamba.dt_bias", "ssm_norm": "mamba.norm"}
 NEMOTRON = MAMBA2 | {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"}
 KIMI = PRE | {
     **{f"ssm_conv1d_{name}": f"self_attn.{name}_conv1d" for name in "qkv"},
@@ -140,7 +132,7 @@ def qwen35_moe(m: Metadata) -> Settings:
 
 
 def qwen3_next(m: Metadata) -> Settings:
-    """Older files have q, k, v and z of each key head together, as safetensors do."""
+    """Return the settings. Older files have q, k, v and z of each key head together, as safetensors do."""
     grouped = m.has("ssm_in.weight")
     return qwen35_moe(m) | {"linear_tiled_heads": False, "linear_grouped": grouped, "norm_topk_prob": True}
 
@@ -196,7 +188,7 @@ def _somewhere(m: Metadata, tensor: str) -> bool:
 
 
 def nemotron_h(m: Metadata) -> Settings:
-    """A layer attends if it has KV heads, and is an MLP or a mixture if it has a width."""
+    """Read the kind of each layer: it attends if it has KV heads, and is an MLP or a mixture if it has a width."""
     heads, widths = m.each("attention.head_count_kv"), m.each("feed_forward_length")
     kinds, dense = [], set()
     for i, (number, width) in enumerate(zip(heads, widths)):
@@ -241,7 +233,7 @@ def nemotron_h(m: Metadata) -> Settings:
 
 
 def falcon_h1(m: Metadata) -> Settings:
-    """All multipliers are part of the weights."""
+    """Return the settings. All multipliers are part of the weights."""
     heads, sizes = _mamba2(m)
     return {
         "mamba_d_ssm": m.get("ssm.inner_size"),
@@ -284,7 +276,7 @@ def glm5_next(m: Metadata) -> Settings:
 
 
 def minimax(m: Metadata) -> Settings:
-    """Files have one factor of the residual stream, and none of the results."""
+    """Return the settings. Files have one factor for the residual stream, and none for the results."""
     layers = range(m.get("block_count"))
     recurrent = [f"blk.{i}.attn_norm_2.weight" in m.file.tensors for i in layers]
     interval, declared = m.find("full_attention_interval"), m.find("attention.recurrent_layers")
@@ -367,7 +359,7 @@ def granite_hybrid(m: Metadata) -> Settings:
 
 
 def plamo2(m: Metadata) -> Settings:
-    """Files do not have the window of attention, which is that of the published models."""
+    """Return the settings. Files lack the window of attention: it is that of the published models."""
     attends = [kind == FULL for kind in _attending(m, STATE)["layer_types"]]
     count = len(attends)
     steps = [step for step in range(2, 2 * count + 2) if plamo2_attends(count, step) == attends]

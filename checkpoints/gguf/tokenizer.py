@@ -101,7 +101,7 @@ _MODELS = {
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, dict[str, Any]]:
-    """Add special tokens and those that users defined, with the ids that they have; return their descriptions."""
+    """Add special tokens and those that users defined, with their ids. Returns their descriptions."""
     types = metadata.get("tokenizer.ggml.token_type") or []
     special = {i: kind != USER_DEFINED for i, kind in enumerate(types) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
     tokenizer.add_tokens([AddedToken(tokens[i], special=hidden, normalized=False) for i, hidden in special.items()])
@@ -135,7 +135,7 @@ def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[st
 
 
 def _begins(metadata: Mapping[str, Any], kind: str) -> bool:
-    """Return whether texts begin with BOS, if the file does not say, as llama.cpp assumes."""
+    """Return whether texts begin with BOS by default, as llama.cpp assumes where the file does not say."""
     if kind != "gpt2":
         return kind != "t5"
     return find_split(metadata.get("tokenizer.ggml.pre", "default")).begins

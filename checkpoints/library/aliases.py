@@ -25,7 +25,7 @@ def path() -> Path:
 
 
 def canonical(name: str) -> str:
-    """Return `name` without the tag `latest`, which a name without a tag has."""
+    """Return `name` without the tag `latest`, which is the default tag."""
     return name.removesuffix(":latest")
 
 
@@ -38,17 +38,17 @@ def entries() -> dict[str, Entry]:
 
 
 def find(name: str) -> Entry | None:
-    """Return what a name stands for. Raises ValueError if the file is damaged."""
+    """Return the entry of a name, None if there is none. Raises ValueError if the file is damaged."""
     return entries().get(canonical(name))
 
 
 def base_of(name: str) -> str:
-    """Return the model that a name stands for, or `name` itself if it is none of the user's."""
+    """Return the model that a name stands for, or `name` itself if the user did not define it."""
     return name if (found := find(name)) is None else found.base
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that cannot be given."""
+    """Raise ValueError for an invalid name."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"{name[:200]!r} cannot be a name: use letters, digits, `.`, `_`, `-`, one `/` after an owner and one `:` "
@@ -57,7 +57,7 @@ def check_name(name: str) -> None:
 
 
 def add(name: str, entry: Entry) -> None:
-    """Let `name` stand for `entry`. Raises ValueError for a name that is none, OSError."""
+    """Let `name` stand for `entry`. Raises ValueError for an invalid name, OSError."""
     check_name(name)
     with _locked():
         found = _read()

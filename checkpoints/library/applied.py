@@ -1,4 +1,4 @@
-"""Finds what a name adds to the files of its model, from the user's names and from Ollama's store."""
+"""Finds the additions of a name to the files of its model, from the user's names and from Ollama's store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.checkpoints.library.entries import Entry
 
 
 def entry_of(model: str) -> Entry | None:
-    """Return what the name `model` adds to its files; None for a path, or a name that adds nothing.
+    """Return the additions of the name `model` to its files; None for a path, or a name that adds nothing.
 
     Raises ValueError for a damaged file of names or of Ollama's store.
     """
@@ -25,7 +25,7 @@ def entry_of(model: str) -> Entry | None:
 
 
 def _of_ollama(model: str) -> Entry | None:
-    """Return what the layers of a model in Ollama's store add, if the name stands for that model."""
+    """Return the additions by the layers of a model in Ollama's store, if the name stands for that model."""
     if os.path.exists(os.path.expanduser(model)):
         return None
     found = ollama_store.find(names.on_hub(model))

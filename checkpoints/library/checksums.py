@@ -1,4 +1,4 @@
-"""Compares downloaded files with the SHA-256 that the Hub gave for them: the cache names large files by it."""
+"""Compares downloaded files with their SHA-256 on the Hub, by which the cache names large files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress = Callable[[str, float], None]
 
 
 def check(folder: str, progress: Progress = lambda phase, fraction: None) -> int:
-    """Check the files of a model folder that links to the Hub's cache; returns the number of files that have a SHA-256.
+    """Check the files of a model folder that links to the Hub's cache. Returns the number of files with a SHA-256.
 
     Raises ValueError and removes the file if one differs.
     """
@@ -36,7 +36,7 @@ def check(folder: str, progress: Progress = lambda phase, fraction: None) -> int
 
 
 def _remove(blob: Path) -> str:
-    """Remove a blob and the links to it; returns their name."""
+    """Remove a blob and the links to it. Returns their name."""
     links = [link for link in (blob.parent.parent / "snapshots").rglob("*") if link.resolve() == blob]
     for link in (*links, blob):
         link.unlink()
@@ -44,7 +44,7 @@ def _remove(blob: Path) -> str:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Return the files of a folder, or the GGUF file and its shards that a folder made of it names."""
+    """Return the files of a folder, or the GGUF file and its shards that a folder made from it names."""
     settings = read_object(folder / "config.json").get("quantization_config") or {}
     if settings.get("quant_method") == "gguf" and isinstance(settings.get("file"), str):
         file = Path(settings["file"])

@@ -18,8 +18,8 @@ TEMPLATE_NOTE = "TEMPLATE is kept, but not used: it is not in Jinja, and the mod
 
 def placed(entry: Entry, folder: Path | None, served: str | None = None) -> Entry:
     """Return an entry of a Modelfile with the base and the adapters as they are kept: relative paths are relative to
-    `folder`. None: paths are refused. Settings of a base that is itself a user's name are taken over. `served` is the
-    model that a server has under the name that is the entry's base; it may be a path.
+    `folder`; None: paths are refused. Settings of a base that is itself a user's name are inherited. `served` is the
+    model that a server serves under the name of the entry's base; it may be a path.
 
     Raises ValueError if the base is a known name without a model, or there is no such file.
     """
@@ -39,7 +39,7 @@ def placed(entry: Entry, folder: Path | None, served: str | None = None) -> Entr
 
 
 def renamed(model: str, folder: Path | None) -> Entry:
-    """Return the entry of a copy of `model`: of one of the user's names, the same. Raises ValueError as `placed`."""
+    """Return the entry of a copy of `model`: for a user's name, its own entry. Raises ValueError as `placed`."""
     if (own := aliases.find(model)) is not None:
         return own
     if os.path.exists(os.path.expanduser(model)) and folder is not None:

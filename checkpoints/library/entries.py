@@ -1,5 +1,5 @@
-"""Additions of a name to the files of its model: system prompt, parameters, adapters, first messages. It comes from
-`quire create` (`aliases.py` keeps it) or from the layers of a model in Ollama's store.
+"""Additions of a name to the files of its model: system prompt, parameters, adapters, first messages. They come from
+`quire create` (`aliases.py` keeps them) or from the layers of a model in Ollama's store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Entry:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it is only another name of its base."""
+        """Return whether the entry is only another name of its base."""
         return self == Entry(self.base)
 
     @property
@@ -36,7 +36,7 @@ class Entry:
 
 
 def from_json(found: object) -> Entry | None:
-    """Return the entry of a value of aliases.json, or None if it is none."""
+    """Return the entry of a value of aliases.json, None if the value is invalid."""
     if isinstance(found, str):
         return Entry(found)
     types = {"base": str, "system": str, "template": str, "parameters": dict}
@@ -52,7 +52,7 @@ def from_json(found: object) -> Entry | None:
 
 
 def to_json(entry: Entry) -> str | dict[str, Any]:
-    """Return the value of aliases.json: the base alone without other values."""
+    """Return the value for aliases.json: the base alone if there are no other values."""
     if entry.is_plain:
         return entry.base
     found = {one.name: getattr(entry, one.name) for one in fields(Entry)}

@@ -52,7 +52,7 @@ def repositories() -> list[CachedRepoInfo]:
 
 
 def gguf_files(repository: CachedRepoInfo) -> dict[str, list[Path]]:
-    """Return the name in the repository of each GGUF model, and its files in every revision: of a sharded one all."""
+    """Return the name in the repository of each GGUF model, and its files in every revision, with all shards."""
     found: dict[str, list[Path]] = {}
     for revision in repository.revisions:
         paths = {file.file_path.relative_to(revision.snapshot_path).as_posix(): file for file in revision.files}

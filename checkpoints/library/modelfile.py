@@ -1,4 +1,4 @@
-"""Ollama's Modelfile: text -> `Entry`, whose base and adapters are as the text has them, and back."""
+"""Ollama's Modelfile: text -> `Entry`, with base and adapters as written in the text, and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_bytes(data: bytes) -> str:
 
 
 def parse(text: str) -> Entry:
-    """Return what a Modelfile says. Raises ValueError with the line for one that cannot be read."""
+    """Return the entry of a Modelfile. Raises ValueError with the line if it cannot be read."""
     if len(text) > MAX_CHARS or text.count("\n") > MAX_LINES:
         raise ValueError(f"a Modelfile has at most {MAX_CHARS} characters and {MAX_LINES} lines")
     base, texts, parameters = "", {"SYSTEM": "", "TEMPLATE": ""}, {}
@@ -63,7 +63,7 @@ def parse(text: str) -> Entry:
 
 
 def _commands(lines: list[str]) -> list[tuple[int, str, str]]:
-    """Return (line, command, value) of each command; raises ValueError with the line."""
+    """Return (line, command, value) of each command. Raises ValueError with the line."""
     found, position = [], 0
     while position < len(lines):
         number, line = position + 1, lines[position].strip()
@@ -137,7 +137,7 @@ def _add_parameter(parameters: dict[str, Any], value: str) -> None:
 
 
 def _number(text: str) -> Any:
-    """Return a number or true or false as such, and other text as it is."""
+    """Return a number or boolean as such, and other text unchanged."""
     try:
         found = json.loads(text.lower())
     except ValueError:

@@ -49,8 +49,8 @@ def is_hub_adapter(path: str) -> bool:
 
 
 def same_model(model: str, listed: list[str]) -> str:
-    """Return the one of a server's names that means the same as `model`: that name itself, else one that stands for the
-    same files of the Hub; `model` as it is if there is none.
+    """Return the name in `listed` that means the same as `model`: `model` itself, else a name that stands for the same
+    files of the Hub; `model` unchanged if there is none.
     """
     if model in listed:
         return model
@@ -61,7 +61,7 @@ def same_model(model: str, listed: list[str]) -> str:
 def _canonical(model: str) -> str:
     try:
         own = aliases.find(model)
-        if own is not None and not own.is_plain:  # it answers otherwise than its base
+        if own is not None and not own.is_plain:  # it answers differently from its base
             return aliases.canonical(model)
         name = on_hub(model if own is None else own.base)
         return (ollama_names.on_hub(name) or name).lower()
@@ -70,7 +70,7 @@ def _canonical(model: str) -> str:
 
 
 def not_found(model: str) -> str:
-    """Return the places where a name was looked for, for the end of a message; nothing for a path."""
+    """Return the places where a name was looked for, for the end of a message; "" for a path."""
     if model.startswith((".", "/", "~")):
         return ""
     return (

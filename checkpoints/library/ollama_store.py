@@ -53,7 +53,7 @@ def find(name: str) -> OllamaModel | None:
 
 
 def read(folder: Path, manifest: Path) -> OllamaModel | None:
-    """Return the model of a manifest, None if that is of no model. Raises ValueError if the weights are missing."""
+    """Return the model of a manifest, None if it describes no model. Raises ValueError if the weights are missing."""
     layers: dict[str, list[Path]] = {}
     try:
         with manifest.open("rb") as file:
@@ -72,7 +72,7 @@ def read(folder: Path, manifest: Path) -> OllamaModel | None:
 
 
 def entry(model: OllamaModel) -> Entry:
-    """Return what the layers besides the weights say. Raises ValueError if one is missing or damaged."""
+    """Return the content of the layers other than the weights. Raises ValueError if one is missing or damaged."""
     parameters, messages = _json(model, "params", {}), _json(model, "messages", [])
     if not isinstance(parameters, dict) or not isinstance(messages, list):
         raise ValueError(f"model: the parameters or messages of {model.name} in Ollama's store are damaged")

@@ -1,4 +1,4 @@
-"""Removes models of the Hub's cache, of packages, and own names. Never files of another program."""
+"""Removes models of the Hub's cache and of packages, and the user's names; never files of another program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NotHere(ValueError):
 
 
 def remove(model: str) -> tuple[str, int]:
-    """Remove `model`; returns what was removed, in words, and its bytes. Raises ValueError, OSError."""
+    """Remove `model`. Returns (description of the removed item, its bytes). Raises ValueError, OSError."""
     if not os.path.exists(os.path.expanduser(model)) and aliases.remove(model):
         return f"the name {model}", 0
     found = names.located(model)

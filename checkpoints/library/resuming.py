@@ -1,4 +1,4 @@
-"""Downloads large files of the Hub to its cache so that a download that was ended continues: huggingface_hub itself
+"""Downloads large files of the Hub to its cache so that an interrupted download continues: huggingface_hub itself
 begins such a file anew. Small files, and the links of a snapshot, are left to `snapshot_download`.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-LARGE = 16 << 20  # bytes from which a file is worth it
-MAX_BYTES = 50_000_000_000  # the Hub serves larger files in another way only
+LARGE = 16 << 20  # minimum bytes of a file that is downloaded here
+MAX_BYTES = 50_000_000_000  # the Hub serves larger files only in another way
 NUM_THREADS = 4  # files at once
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -26,8 +26,8 @@ def fetch_large(
     sizes: Mapping[str, int],
     arrived: Callable[[int], None],
 ) -> int:
-    """Download the large ones among files, name -> bytes, as blobs of the cache; return their bytes. `arrived` gets the
-    bytes that are there so far. Raises what huggingface_hub raises.
+    """Download the large files among `sizes`, name -> bytes, as blobs of the cache. Returns their bytes. `arrived` gets
+    the bytes that have arrived so far. Raises the errors of huggingface_hub.
     """
     large = [name for name, size in sizes.items() if LARGE <= size < MAX_BYTES]
     count, lock, ended = 0, threading.Lock(), threading.Event()
@@ -93,7 +93,7 @@ def _digest(path: Path) -> str:
 
 
 def _counting(add: Callable[[int], None]) -> type:
-    """Return a silent tqdm that tells each step to `add`."""
+    """Return a silent tqdm that passes each step to `add`."""
     from huggingface_hub.utils import tqdm
 
     class Counting(tqdm):

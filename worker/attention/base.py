@@ -14,6 +14,7 @@ A cache in 8 bits is a `ScaledCache`, values and scales, instead of a tensor (`a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,11 @@ class AttentionCall:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None  # [num_heads]
+    out: torch.Tensor | None = None  # [T, num_heads, v_head_dim], which a backend may fill and return
 
 
+# maps metadata and tensors `[T, ..]` to a result `[T, ..]`
+TokenOp = Callable[..., torch.Tensor]
 GroupedMetadata = tuple[AttentionMetadata, ...]  # one per cache group; they differ in slot_mapping and block_table
 
 
@@ -94,7 +98,7 @@ class AttentionSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     def no_multiple_of(self, num_tokens: int) -> str | None:
-        """Return why a backend with pages of a multiple of `num_tokens` cannot serve this, or None."""
+        """Return why a backend whose pages hold a multiple of `num_tokens` tokens cannot serve this, or None."""
         if self.block_size is not None and self.block_size % num_tokens:
             return f"needs a block size that is a multiple of {num_tokens}, not {self.block_size}"
         return None
@@ -159,12 +163,20 @@ class AttentionBackend(ABC):
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`attend` with the fields of a call as arguments."""
+        """Call `attend` with the fields of a call as arguments."""
         return self.attend(AttentionCall(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap, sinks))
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return causal attention over the paged cache. Returns `[T, num_heads, head_dim of v]`."""
+        """Return causal attention over the paged cache, `[T, num_heads, head_dim of v]`."""
+
+    def apart(
+        self, op: TokenOp, meta: AttentionMetadata, shape: tuple[int, ...], *tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `op(meta, *tokens)`, `[T, *shape]` of the type of `tokens[0]`, whose launches depend on the lengths of
+        the requests. A recording in pieces ends a piece here.
+        """
+        return op(meta, *tokens)
 
 
 class StepBackend(AttentionBackend):
@@ -192,7 +204,7 @@ def is_latent(k_cache: KVCache, v_cache: KVCache) -> bool:
 
 
 def _tiny_caches(spec: AttentionSpec, block_size: int) -> tuple[KVCache, KVCache]:
-    """(k_cache, v_cache) of three blocks for `spec`."""
+    """Return (k_cache, v_cache) of three blocks for `spec`."""
     shape = 3, block_size, spec.num_kv_heads
     k, v = (
         torch.zeros(*shape, dim, dtype=spec.kv_dtype or spec.dtype, device=spec.device)
@@ -212,7 +224,7 @@ def try_once(backend: AttentionBackend, spec: AttentionSpec) -> str | None:
     """Run `backend` on a tiny mixed batch and on a decode batch with the parameters of `spec`. Returns the first line
     of its error, or None.
 
-    Libraries are built for some head sizes, GPUs and features only, and their own errors say so best. Waits for the
+    Libraries support only some head sizes, GPUs and features, and their own errors state the reason best. Waits for the
     device, because a kernel may fail only while it runs.
     """
     size = spec.block_size or backend.default_block_size

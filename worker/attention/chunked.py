@@ -1,11 +1,11 @@
 """Attention in chunks of positions (Llama 4): a token at position p attends to the positions from the last multiple of
 the chunk's size up to p.
 
-Every backend serves it, because the metadata says so: the part of a request's tokens that lies in one chunk is a
-request of its own, whose first position is the first of the chunk. The block size divides the chunk's size, so that a
-chunk begins with a block.
+Every backend serves it, because only the metadata changes: the part of a request's tokens that lies in one chunk
+becomes a request of its own, whose first position is the first of the chunk. The block size divides the chunk's size,
+so that a chunk begins with a block.
 
-E.g. chunks of 8, blocks of 4 and two requests, of whose 18 and 10 tokens the last 13 and 1 are computed:
+E.g. chunks of 8, blocks of 4, and two requests of 18 and 10 tokens, of which the last 13 and 1 are computed:
 
     query_start_loc 0 13 14    becomes 0 3 11 13 14    (positions 5..7, 8..15, 16..17; 9)
     seq_lens 18 10             becomes 8 8 2 2
@@ -68,7 +68,7 @@ def _split(
 def _parts(
     query_start_loc: list[int], seq_lens: list[int], size: int
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """(request, query_start_loc, seq_len, position of the chunk) of the parts of all requests."""
+    """Return (request, query_start_loc, seq_len, position of the chunk) of the parts of all requests."""
     requests, starts, lengths, chunks = [], [0], [], []
     for i, end in enumerate(seq_lens):
         position = end - (query_start_loc[i + 1] - query_start_loc[i])
@@ -84,6 +84,8 @@ def _parts(
 
 
 def _from_block(block_table: torch.Tensor, first: torch.Tensor, width: int) -> torch.Tensor:
-    """`width` entries of each row of the table, from index `first` on; entries after a row's last one are not read."""
+    """Return `width` entries of each row of the table, from index `first` on; entries after a row's last one are not
+    read.
+    """
     columns = first[:, None].long() + torch.arange(width, device=block_table.device)
     return block_table.gather(1, columns.clamp_(max=block_table.shape[1] - 1))

@@ -1,5 +1,5 @@
-"""The weights of cross-attention, which attention kernels do not tell: computed once more, for the heads that requests
-ask for.
+"""The weights of cross-attention, which attention kernels do not return: recomputed for the heads that requests ask
+for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CrossLayer(Protocol):
 
 @dataclass(slots=True)
 class RequestWeights:
-    """The weights of one request in a step. `found` has those of its heads, in their order, when the step has run."""
+    """The weights of one request in a step. After the step, `found` holds those of its heads, in order."""
 
     first: int  # the step's tokens that are asked for
     last: int

@@ -1,7 +1,7 @@
 """Attention of tokens to all positions of an encoder's output.
 
-Every backend serves it, because the metadata says so: each token is a request of its own, the last one of `length`
-positions, so that causal attention is attention to all of them.
+Every backend serves it, because only the metadata changes: each token becomes a request of its own, the last one of
+`length` positions, so that causal attention is attention to all of them.
 
 E.g. 1500 positions and two requests, of which 3 tokens and 1 token are computed:
 

@@ -63,8 +63,8 @@ def limit_outputs(
     num_scheduled: Sequence[int],
     num_prompt: Sequence[int],
 ) -> None:
-    """Give the metadata of groups with a window of outputs a backend that heeds it, if the step has tokens that do not
-    see all tokens before them. Sequences have an entry per request of the step.
+    """Give groups with an output window a backend that applies it, if some tokens of the step do not see all tokens
+    before them. Sequences have one entry per request of the step.
     """
     for meta, group in zip(attn, groups):
         if group.shares_outputs:

@@ -13,11 +13,13 @@ BACKENDS = {
     "cpu_fixed": "quire.worker.cpu.fixed_order_attention:CpuFixedAttention",
     "cpu_paged": "quire.worker.attention.torch_paged:CpuPagedAttention",
     "flash_attn_3": "quire.worker.cuda.flash_attn:FlashAttention3",
+    "flash_attn_4": "quire.worker.cuda.flash_attn_4:FlashAttention4",
     "flash_attn_2": "quire.worker.cuda.flash_attn:FlashAttention2",
     "flash_mla": "quire.worker.cuda.flash_mla:FlashMLA",
     "flash_attn_3_mla": "quire.worker.cuda.flash_mla:FlashAttention3MLA",
     "torch_varlen": "quire.worker.cuda.varlen:TorchVarlenAttention",
     "triton_paged": "quire.worker.cuda.triton_backend:TritonPagedBackend",
+    "triton_fixed": "quire.worker.cuda.triton_backend:TritonFixedBackend",
 }
 
 
@@ -31,7 +33,7 @@ class Selection:
 
     @property
     def reason(self) -> str:
-        """The rejected backends with reasons, for the log."""
+        """Return the rejected backends with reasons, for the log."""
         if not self.rejected:
             return "preferred on this device"
         return "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())

@@ -45,7 +45,9 @@ class ScaledCache:
 
 @dataclass(frozen=True, slots=True)
 class ScaledLatents:
-    """The latents [c | k_pe] of a layer (`layers/mla.py`), each part times a scale of its own. c is also the values."""
+    """The latents [c | k_pe] of a layer (`layers/mla.py`), each part times a scale of its own. c also serves as the
+    values.
+    """
 
     values: torch.Tensor  # [num_blocks, block_size, 1, width], a type of LARGEST
     scales: torch.Tensor  # [num_blocks, block_size, 1, 2] float32: of c, and of k_pe
@@ -58,12 +60,12 @@ class ScaledLatents:
 
     @property
     def latent(self) -> ScaledCache:
-        """c alone."""
+        """Return c alone."""
         return ScaledCache(self.values[..., : self.rank], self.scales[..., 0], self.constant)
 
     @property
     def rope(self) -> ScaledCache:
-        """k_pe alone."""
+        """Return k_pe alone."""
         return ScaledCache(self.values[..., self.rank :], self.scales[..., 1], self.constant)
 
     def write(self, blocks: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor) -> None:
@@ -72,7 +74,7 @@ class ScaledLatents:
         self.rope.write(blocks, offsets, x[..., self.rank :])
 
     def widened(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """float32 of values `[..., width]` and scales `[..., 2]` that were taken from this cache."""
+        """Return float32 of values `[..., width]` and scales `[..., 2]` that were taken from this cache."""
         parts = values.split([self.rank, values.shape[-1] - self.rank], -1)
         return torch.cat([widened(part, scale) for part, scale in zip(parts, scales.unbind(-1))], -1)
 
@@ -90,7 +92,7 @@ def store(cache: KVCache, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def load(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
-    """Return what `store` has put into the slots, `[T, num_kv_heads, head_dim]` float32."""
+    """Return the contents of the slots `[T]`: float32 `[T, num_kv_heads, head_dim]`."""
     blocks, offsets = slots // cache.shape[1], slots % cache.shape[1]
     if isinstance(cache, torch.Tensor):
         return cache[blocks, offsets].float()
@@ -110,7 +112,8 @@ def tensors_of(cache: KVCache) -> list[torch.Tensor]:
 
 
 def scale_of(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the scale of each head of x `[..., head_dim]`, the factor that turns the head into numbers of `dtype`)."""
+    """Return (the scale of each head of x `[..., head_dim]`, the factor that turns the head into numbers of `dtype`).
+    """
     largest = x.abs().amax(-1).float()
     most = torch.full_like(largest, LARGEST[dtype])  # dividing by a Python number may multiply by its inverse
     inverse = torch.where(largest < _LEAST, 0.0, most / largest)
@@ -118,13 +121,13 @@ def scale_of(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def to_8_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x, which is within the range of `dtype` but for rounding errors or a constant scale, as that type."""
+    """Return x as `dtype`; x is within its range, except for rounding errors or with a constant scale."""
     x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
     return (x.round() if dtype == torch.int8 else x).to(dtype)
 
 
 def widened(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 of values `[..., head_dim]` with scales `[...]`."""
+    """Return float32 of values `[..., head_dim]` with scales `[...]`."""
     return values.float() * scales[..., None]
 
 

@@ -90,9 +90,9 @@ def attend_span(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of tokens that attend to each other in both directions, whose keys are in the cache: `span` is the
-    request, the first token and the last + 1. A window limits how far they see back. The other arguments and the result
-    are those of `AttentionCall`, for these tokens; `plan` is kept from layer to layer.
+    """Return the attention of tokens that attend to each other in both directions, whose keys are in the cache: `span`
+    is the request, the first token and the last + 1. A window limits how far they see back. The other arguments and the
+    result are those of `AttentionCall`, for these tokens; `plan` is kept from layer to layer.
     """
     i, start, stop = span
     tensors = _tensors(k_cache, v_cache)
@@ -107,7 +107,7 @@ def attend_span(
         plan.pieces[kind] = [
             _Piece(
                 slice(0, stop - start),
-                rows.of_sequence(i, first_key, stop),
+                rows.rows_of_sequence(i, first_key, stop),
                 1,
                 stop - start,
                 stop - first_key,
@@ -131,9 +131,10 @@ def attend_output(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of output tokens that see their prompt and the last `window` tokens, themselves included, whose keys
-    are in the cache: `tokens` are the request, the first token, the last + 1, and the number of prompt tokens, of which
-    the first token is more than `window` away. The other arguments and the result are as in `attend_span`.
+    """Return the attention of output tokens that see their prompt and the last `window` tokens, themselves included,
+    whose keys are in the cache: `tokens` are the request, the first token, the last + 1, and the number of prompt
+    tokens, of which the first token is more than `window` away. The other arguments and the result are as in
+    `attend_span`.
     """
     i, start, stop, num_prompt = tokens
     tensors = _tensors(k_cache, v_cache)
@@ -148,7 +149,7 @@ def attend_output(
             seen = (recent <= queries) & (recent > queries - window)
             mask = torch.cat([seen.new_ones(stop - start, num_prompt), seen], 1)
         keys = torch.cat([prompt, recent])
-        piece = _Piece(slice(0, stop - start), rows.of_positions(i, keys), 1, stop - start, len(keys), mask)
+        piece = _Piece(slice(0, stop - start), rows.rows_of_positions(i, keys), 1, stop - start, len(keys), mask)
         plan.pieces[kind] = [piece]
     (piece,) = plan.pieces[kind]
     k, v = _keys_and_values(_gather(plan, piece, tensors), k_cache, v_cache, q.dtype)
@@ -242,15 +243,15 @@ class _Rows:
         # (rows per block, per slot, per head)
         self.strides = [tuple(stride // tensor.shape[3] for stride in tensor.stride()[:3]) for tensor in tensors]
 
-    def of_sequence(self, i: int, start: int, stop: int) -> Rows:
+    def rows_of_sequence(self, i: int, start: int, stop: int) -> Rows:
         """Return rows of positions start .. stop - 1 of request i, for each head: `[num_kv_heads * keys]`."""
-        return self.of_positions(i, torch.arange(start, stop, device=self.device))
+        return self.rows_of_positions(i, torch.arange(start, stop, device=self.device))
 
-    def of_positions(self, i: int, positions: torch.Tensor) -> Rows:
+    def rows_of_positions(self, i: int, positions: torch.Tensor) -> Rows:
         """Return rows of `positions` `[keys]` int64 of request i, for each head: `[num_kv_heads * keys]`."""
         return self._rows(self.block_table[i][positions // self.block_size], positions % self.block_size)
 
-    def of_group(
+    def rows_of_group(
         self, group: list[int], starts: torch.Tensor, counts: torch.Tensor, width: int
     ) -> tuple[Rows, torch.Tensor]:
         """Return, for each request of `group`, rows of its positions starts .. starts + counts - 1, padded with slot 0
@@ -282,7 +283,7 @@ def _num_rows(cache: torch.Tensor) -> int:
 def _decode_piece(rows: _Rows, group: list[int], tokens: list[int], lengths: list[int], seen: list[int]) -> _Piece:
     device, width = rows.device, max(seen)
     counts = torch.tensor(seen, device=device)
-    indices, real = rows.of_group(group, torch.tensor(lengths, device=device) - counts, counts, width)
+    indices, real = rows.rows_of_group(group, torch.tensor(lengths, device=device) - counts, counts, width)
     mask = None if min(seen) == width else real[:, None, None, :]
     in_order = tokens == list(range(tokens[0], tokens[0] + len(tokens)))
     where = slice(tokens[0], tokens[0] + len(tokens)) if in_order else torch.tensor(tokens, device=device)
@@ -313,14 +314,14 @@ def _prefill_pieces(
                 mask &= keys > queries - window
         where = slice(first_token + first, first_token + last)
         pieces.append(
-            _Piece(where, rows.of_sequence(i, first_key, stop_position), 1, last - first, num_keys, mask, plain)
+            _Piece(where, rows.rows_of_sequence(i, first_key, stop_position), 1, last - first, num_keys, mask, plain)
         )
     return pieces
 
 
 def _gather(plan: Plan, piece: _Piece, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`[n, num_kv_heads, keys, _]` of each tensor, gathered into the plan's buffers: new buffers would cost a page
-    fault per page in every layer.
+    """Return `[n, num_kv_heads, keys, _]` of each tensor, gathered into the plan's buffers: new buffers would cost a
+    page fault per page in every layer.
     """
     if plan.workspace is None:
         most = max(len(p.rows[0]) for pieces in plan.pieces.values() for p in pieces)
@@ -346,8 +347,8 @@ def _attend(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`. Returns
-    `[n * queries, num_heads, head_dim of v]`.
+    """Compute attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`.
+    Returns `[n * queries, num_heads, head_dim of v]`.
 
     The query heads that share a KV head are arranged so that it is read once for all of them: as its queries in decode,
     as heads of a batch of KV heads (with a stride of 0) in a prefill.
@@ -375,7 +376,7 @@ def _fused(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of q `[..., queries, D]`; `sinks` are broadcastable to the scores `[..., queries, keys]`."""
+    """Compute attention of q `[..., queries, D]`; `sinks` are broadcastable to the scores `[..., queries, keys]`."""
     if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, is_causal=piece.is_causal, scale=scale)
     scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call supports neither

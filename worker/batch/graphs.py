@@ -4,9 +4,9 @@ replay it with one call.
 Eager steps and graphs read the same `InputBuffers`, which `prepare_inputs` fills and pads. Padding rows are requests of
 one token in the null block, so they overwrite no data of a request.
 
-Sizes are recorded while no request runs, one at a time, the largest first, because the smaller ones then fit into its
-memory. A server that is never idle records a size once it is frequent, and then no other for many steps: a recording
-takes as long as a few eager steps, which bounds the delay of running requests.
+Sizes are recorded while no request runs, one at a time, the largest first, so that smaller ones fit into its memory. A
+server that is never idle records a size once it is frequent, and then no other for many steps: a recording takes as
+long as a few eager steps, and this bounds the delay of running requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # (input_ids, positions, attn) -> hidden
 Forward = Callable[[torch.Tensor, torch.Tensor, GroupedMetadata], torch.Tensor]
 Replay = Callable[[], None]
-Size = tuple[int, bool]  # for a recording: number of requests, and whether some may have LoRA adapters
+Size = tuple[int, bool]  # of a recording: number of requests, and whether some may have LoRA adapters
 
 
 class RecordedAdapters(Protocol):
@@ -50,8 +50,8 @@ _STEPS_BETWEEN = 128  # minimum number of steps between two recordings while req
 
 
 def padded_sizes(max_num_seqs: int, largest: int = 1024) -> list[int]:
-    """Batch sizes to record: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512 and of 64 above.
-    Padding costs at most an eighth of a large step.
+    """Return batch sizes to record: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 up to 512 and of 64
+    above. Padding costs at most an eighth of a large step.
     """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, largest + 1, 64)]
     return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= largest else [])
@@ -76,7 +76,7 @@ class CudaGraphs:
         adapters: RecordedAdapters | None = None,
         mixed: MixedGraphs | None = None,
     ) -> None:
-        self.adapt = adapt or (lambda attn: attn)  # computed on the device in each step from the buffers' metadata
+        self.adapt = adapt or (lambda attn: attn)  # computes on the device in each step, from the buffers' metadata
         self.forward, self.eager, self.buffers, self.backend = forward, eager, buffers, backend
         self.max_model_len = max_model_len
         self.sizes = padded_sizes(min(buffers.seq_lens.shape[0], buffers.max_num_tokens))
@@ -84,7 +84,7 @@ class CudaGraphs:
         self.adapters, self.mixed = adapters, mixed
         if adapters is not None:
             adapters.use_slots(self.sizes[-1])
-        # steps without an adapter keep a recording without the kernels for them
+        # steps without an adapter keep a recording without LoRA kernels
         self.recordings: list[Size] = [(size, False) for size in self.sizes]
         self.recordings += [(size, True) for size in self.sizes] if adapters is not None else []
         self._seen: Counter[Size] = Counter()
@@ -98,13 +98,11 @@ class CudaGraphs:
         """Run the forward pass as `eager` does. The result is valid until the next call."""
         self._num_steps += 1
         num_reqs = len(batch.step.rows)
-        special = batch.needed_rows is not None or not batch.is_recordable
-        special = special or (adapted and not self.adapters.fit_slots)
         if batch.max_query_len > 1 and self.mixed is not None and not adapted:
             hidden = self.mixed(batch)
             if hidden is not None:
                 return hidden
-        if batch.max_query_len > 1 or num_reqs > self.sizes[-1] or special:
+        if not self._may_replay(batch) or (adapted and not self.adapters.fit_slots):
             return self.eager(batch, adapted)
         size = self.sizes[bisect_left(self.sizes, num_reqs)], adapted
         graph = self._graphs.get(size)
@@ -118,6 +116,18 @@ class CudaGraphs:
             self.adapters.fill_slots(size[0])
         replay()
         return hidden[:num_reqs]
+
+    def _may_replay(self, batch: InputBatch) -> bool:
+        """Return whether a recording of steps with one token per request can compute this one, apart from adapters."""
+        whole = batch.needed_rows is None and batch.is_recordable
+        return whole and batch.max_query_len == 1 and len(batch.step.rows) <= self.sizes[-1]
+
+    def num_rows(self, batch: InputBatch) -> int:
+        """Return the number of tokens that the recording for a step without adapters computes, 0 if it runs eagerly."""
+        if batch.max_query_len > 1:
+            return self.mixed.size_of(len(batch.input_ids)) if self.mixed is not None and batch.is_recordable else 0
+        size = self.sizes[bisect_left(self.sizes, len(batch.step.rows))] if self._may_replay(batch) else 0
+        return size if self._graphs.get((size, False)) else 0
 
     def padded_size(self, step: StepInput) -> int:
         """Return the number of requests to which the buffers must be padded for `step`; 0 if no graph applies."""
@@ -141,8 +151,8 @@ class CudaGraphs:
         return self.mixed is not None and self.mixed.record_next()
 
     def _record_padding(self, size: Size) -> None:
-        """Record `size` over padding alone: the run before the capture computes for no request, whose caches and states
-        it would otherwise advance a second time. Changes the buffers, which the step before no longer needs.
+        """Record `size` over padding alone: the run before the capture would otherwise advance the caches and states of
+        requests a second time. Changes the buffers, which the previous step no longer needs.
         """
         self._of_size(size[0]).pad(0)
         self._graphs[size] = self._try_to_record(size)
@@ -211,7 +221,7 @@ class CudaRecorder:
         return replay
 
     def pieces(self, function: Callable[[Callable[[], None]], None]) -> list[Replay]:
-        """Record a function in pieces: where it calls its argument, one ends and the next begins."""
+        """Record a function in pieces: where it calls its argument, a piece ends and the next begins."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -228,6 +238,8 @@ class CudaRecorder:
         finally:
             torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
         self._pool = self._pool or graphs[-1].pool()
+        for graph in graphs:  # the first replay uploads the graph to the device
+            graph.replay()
         return [graph.replay for graph in graphs]
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:

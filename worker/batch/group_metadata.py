@@ -1,4 +1,4 @@
-"""Changes of a step's metadata by the kind of cache group."""
+"""Adapts a step's metadata to the kinds of cache groups."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Convert a `StepInput` into the tensors of one forward pass.
+"""Converts a `StepInput` into the tensors of one forward pass.
 
-Three index spaces meet here: the batch index `i` (the order of this step), the request `row` (of the tables), and the
+Three index spaces meet here: the batch index `i` (order within this step), the request `row` (in the tables), and the
 KV `slot` (block id * block_size + offset). Per step one array of O(rows) integers, plus new table entries, is copied to
 the device.
 """
@@ -89,7 +89,7 @@ class InputBatch:
     needed_rows: torch.Tensor | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)  # batch position -> drafts that the step verifies
     images: ImageEmbeds | None = None  # on the first stage, if the step computes placeholders of images
-    encoded: Encoded | None = None  # for requests that begin, of a model with cross-attention
+    encoded: Encoded | None = None  # of requests that begin, for a model with cross-attention
     cross_weights: CrossWeights | None = None
 
     @property
@@ -186,7 +186,7 @@ def _verifying(
 
 
 def _send(platform: Platform, *parts: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Copy all lists to the device at once, as one int64 tensor; returns it and the lengths of the lists."""
+    """Copy all lists to the device at once, as one int64 tensor. Returns the tensor and the lengths of the lists."""
     sizes = [len(part) for part in parts]
     packed = np.fromiter(chain.from_iterable(parts), np.int64, sum(sizes))
     return platform.to_device(packed), sizes

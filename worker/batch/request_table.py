@@ -25,10 +25,10 @@ class RowState(Protocol):
     """
 
     def add(self, row: int, new: NewRequest) -> None:
-        """`row` now holds `new`. Raises if the request cannot be served; only this request fails then."""
+        """Note that `row` now holds `new`. Raises if the request cannot be served; then only this request fails."""
 
     def remove(self, row: int) -> None:
-        """`row` no longer holds its request. Called before `add`, and also for rows that were never added."""
+        """Note that `row` no longer holds its request. Called before `add`, and also for rows that were never added."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class TableUpdates:
     block_indices: list[int] = field(default_factory=list)  # into block_tables.view(-1)
     block_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    token_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, number of its token_ids), in order
+    token_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, number of token_ids for it), in order
 
 
 class RequestTable:
@@ -83,7 +83,7 @@ class RequestTable:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Return the capacity of the KV cache in tokens."""
         return self.first_state * self.block_size
 
     def state_page(self, block_id: int) -> int:
@@ -91,7 +91,7 @@ class RequestTable:
         return max(block_id - self.first_state, 0)
 
     def num_slots(self, row: int) -> int:
-        """Return how many tokens of a row fit into its KV blocks and into the table."""
+        """Return the number of tokens of a row that fit into its KV blocks and into the table."""
         others = "state", "cross"
         numbers = (one[row] for group, one in zip(self.groups, self._num_blocks) if group.kind not in others)
         return min(min(numbers) * self.block_size, self.max_model_len)

@@ -1,6 +1,6 @@
-"""Recurrent states of a step that verifies drafts: a rejected draft must not have passed the state.
+"""Recurrent states of a step that verifies drafts: a rejected draft must not have advanced the state.
 
-Each draft passes the state by itself (`layers/state.py`, stages), and the states between them are written to spare
+Each draft advances the state by itself (`layers/state.py`, stages), and the states between drafts are written to spare
 pages, which the engine does not know. When the tokens are known, the state after the last accepted one is copied to the
 page that the engine meant the step to write.
 """
@@ -20,7 +20,7 @@ NO_TOKEN = -2  # sampling gives -1 where no token can follow
 
 
 class SpareStates:
-    """Pages `first` to `first + number - 1` of the states of `model`."""
+    """The spare pages, `first` to `first + number - 1`, of the states of `model`."""
 
     def __init__(self, model: nn.Module, table: RequestTable, first: int, number: int) -> None:
         self.model, self.table, self.pages = model, table, range(first, first + number)
@@ -28,8 +28,8 @@ class SpareStates:
         self._taken: dict[int, range] = {}  # batch position -> pages of its drafts, in the step that runs
 
     def begin(self, batch: InputBatch) -> dict[int, list[tuple[int, int]]]:
-        """Give a page to each draft of a step, of which there are at most as many as pages. Returns where to leave
-        states (`StateSteps.cuts`).
+        """Assign a page to each draft of a step, which has at most as many drafts as there are pages. Returns where to
+        leave states (`StateSteps.cuts`).
         """
         self._taken, start = {}, 0
         for i, draft in batch.drafts.items():
@@ -39,8 +39,8 @@ class SpareStates:
         return {i: list(enumerate(pages, 1)) for i, pages in self._taken.items()}
 
     def keep(self, batch: InputBatch, token_ids: torch.Tensor, platform: Platform) -> None:
-        """Keep the states after the accepted drafts, of which `token_ids` `[S]`, the sampled tokens, tell the number:
-        those that equal what was sampled before them.
+        """Keep the states after the accepted drafts: those that equal the token sampled before them in `token_ids`
+        `[S]`.
         """
         most, first, packed = max(map(len, batch.drafts.values())), 0, []
         for i in batch.step.samples:
@@ -59,7 +59,7 @@ class SpareStates:
         rejecting = right < numbers
         after = pages.gather(1, right.clamp(max=most - 1)[:, None])[:, 0]
         kept = torch.where(rejecting, after, written)
-        if not platform.overlaps:  # where that costs no wait, accepted ones are left alone
+        if not platform.overlaps:  # reading the mask costs no wait here: copy only after rejections
             written, kept = written[rejecting], kept[rejecting]
         if len(kept):
             for layer in state_layers(self.model):

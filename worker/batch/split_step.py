@@ -1,9 +1,9 @@
-"""Run a step that is out of memory in two halves, one after the other, and these in halves again, down to a single
+"""Runs a step that is out of memory as two halves, one after the other, and these as halves again, down to a single
 token.
 
 A step can be split between any two tokens if their order is kept: a token attends to the keys of earlier tokens, of its
-own request or of a request whose blocks it shares. Only the tables must not be updated twice, nor must recurrent states
-(`state_pages.py`).
+own request or of a request whose blocks it shares. But neither the tables nor recurrent states (`state_pages.py`)
+may be updated twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Output(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a step, whose table updates are done, and the batch positions of its requests in the whole step."""
+    """A part of a step whose table updates are done, with the batch positions of its requests in the whole step."""
 
     step: StepInput
     positions: list[int]
@@ -161,7 +161,7 @@ class SplitOutput:
 class Failed:
     """The output of a step that ran out of memory.
 
-    Every request in it fails: its tokens are missing in the KV cache, also for requests that share its blocks.
+    Every request in the step fails: its tokens are missing in the KV cache, also for requests that share its blocks.
     """
 
     step: StepInput

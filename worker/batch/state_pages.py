@@ -1,7 +1,7 @@
-"""The recurrent states of a step that ran out of memory and is tried again in parts.
+"""The recurrent states of a step that ran out of memory and is run again in parts.
 
 A step that reads a state from one page and writes it to another can run again. One that updates a page in place cannot:
-some layers may have passed its tokens, and these would count twice.
+some layers may have processed its tokens, which would then count twice.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from quire.worker.messages import StepInput
 
 @dataclass(slots=True)
 class SavedState:
-    """A copy of one request's page in all layers, which is updated in place."""
+    """A copy of one request's page, updated in place, in all layers."""
 
     pages: list[torch.Tensor]
     page: int
     copies: list[torch.Tensor]
 
     def restore(self) -> None:
-        """Undo what an unfinished step did to the page."""
+        """Undo the changes of an unfinished step to the page."""
         for pages, copy in zip(self.pages, self.copies):
             pages[self.page] = copy
 
@@ -59,7 +59,7 @@ class StatePages:
 
     def advance(self, row: int, checkpoint: int | None) -> SavedState | None:
         """Let `row` read the page that the previous part wrote, and update it in place. Returns a copy of the
-        page, None without states. It is also copied to the page `checkpoint`.
+        page, None without states. The page is also copied to `checkpoint`, if given.
         """
         if self.group is None:
             return None

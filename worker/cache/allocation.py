@@ -1,5 +1,5 @@
 """Memory of the paged KV cache: one K and one V tensor for the nth layers of all groups, bound to the attention layers,
-the only writers. A latent cache is one tensor, whose first columns are the values.
+which alone write to it. A latent cache is one tensor, whose first columns are the values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from quire.worker.platforms.base import Platform
 from quire.worker.spec.cache import CachePlan, CacheSpec, Compressed, Latent
 
 IDLE_BYTES = 4 << 30  # bytes after the highest block used so far that are made resident while no step runs
-IDLE_TOKENS = 2048  # maximum tokens in these bytes: a large step of a small model
+IDLE_TOKENS = 2048  # maximum tokens in IDLE_BYTES: a large step of a small model
 BUSY_BYTES = 512 << 20  # the same while steps run: more than one step can fill
-IDLE_PAUSE, BUSY_PAUSE = 1.0, 4.0  # after making 2 MiB resident, as a multiple of the time which that took
-LONG_PIECE = 0.01  # seconds: it takes longer if others have the cores
+IDLE_PAUSE, BUSY_PAUSE = 1.0, 4.0  # after making 2 MiB resident, as a multiple of the time taken
+LONG_PIECE = 0.01  # seconds: a piece takes longer if others have the cores
 IDLE_SECONDS = 0.25  # seconds without a step after which the worker counts as idle
 
 
@@ -38,13 +38,13 @@ def attention_layers(model: nn.Module) -> list[Attention]:
 
 
 def state_layers(model: nn.Module) -> list[RecurrentState]:
-    """Return the states of the model's layers on this rank."""
+    """Return the recurrent states of the model's layers on this rank."""
     return [module for module in model.modules() if isinstance(module, RecurrentState)]
 
 
 def allocate_states(layers: list[RecurrentState], plan: CachePlan, num_states: int, platform: Platform) -> None:
-    """Bind `pages` for `num_states` states, and the null page before them, and the cache group to every layer of this
-    rank. On CPU the memory is only reserved.
+    """Bind `pages` for `num_states` states after a null page, and the cache group, to every layer of this rank. On CPU
+    the memory is only reserved.
     """
     for layer in layers:
         assert layer.cache_spec == plan.states[layer.layer_index]
@@ -55,8 +55,8 @@ def allocate_states(layers: list[RecurrentState], plan: CachePlan, num_states: i
 def allocate(
     layers: list[Attention], plan: CachePlan, num_blocks: int, block_size: int, storage: KVStorage, platform: Platform
 ) -> None:
-    """Bind `k_cache` and `v_cache` of `[num_blocks, block_size, num_kv_heads, head_dim]` and the cache group to every
-    layer of this rank.
+    """Bind `k_cache` and `v_cache`, both `[num_blocks, block_size, num_kv_heads, head_dim]`, and the cache group to
+    every layer of this rank.
 
     The nth layers of all groups share memory: a block belongs to one group at a time. On CPU the memory is only
     reserved: a page (2 MiB if the system grants huge pages) becomes resident when a block in it is first written. There
@@ -75,8 +75,10 @@ def allocate(
             _bind(layer, plan, g, storage)
             start = i % sharing * plan.spec_of(layer.layer_index).page_bytes(block_size)
             slabs[i // sharing].append((layer, start))
-    drafting = [layer for layer in layers if layer.layer_index >= len(plan.specs) and layer.kv_from is None]
-    for layer in drafting:
+    apart = [] if plan.draft_group is None else layers
+    for layer in apart:
+        if layer.layer_index < len(plan.specs) or layer.kv_from is not None:
+            continue
         _bind(layer, plan, plan.draft_group, storage)
         slabs.append([(layer, 0)])
     if platform.shares_ram:
@@ -103,8 +105,8 @@ _Slab = list[tuple[Attention, int]]  # layers that share memory, and the byte of
 
 
 def _parts(spec: CacheSpec, storage: KVStorage) -> list[_Part]:
-    """Return the tensors of a layer: keys, their scales if each token has some, values, and theirs; or latents and
-    theirs.
+    """Return the tensors of a layer: keys and values, each followed by its scales if each token has some; or latents
+    and their scales.
     """
     if isinstance(spec, Compressed):
         return [(1, spec.width, storage.dtype)]
@@ -116,12 +118,12 @@ def _parts(spec: CacheSpec, storage: KVStorage) -> list[_Part]:
 
 
 def _caches(tensors: list[torch.Tensor], layer: Attention, storage: KVStorage) -> tuple[KVCache, KVCache]:
-    """(k_cache, v_cache) of a layer in the tensors of its `_parts`."""
+    """Return (k_cache, v_cache) of a layer in the tensors of its `_parts`."""
     if not storage.scaled:
         return tensors[0], tensors[-1][..., : layer.v_head_dim]
     constant = storage.constants is not None
     if constant:
-        scales = storage.constants.get(layer.layer_index, (1.0, 1.0))  # the checkpoint has none of a draft model
+        scales = storage.constants.get(layer.layer_index, (1.0, 1.0))  # the checkpoint has none for a draft model
         numbers = torch.tensor(scales, dtype=SCALE, device=tensors[0].device)
         values, scales = tensors, [number.expand(*tensors[0].shape[:3], 2) for number in numbers]
     else:
@@ -134,7 +136,7 @@ def _caches(tensors: list[torch.Tensor], layer: Attention, storage: KVStorage) -
 
 
 def _zeros(*shape: int, platform: Platform) -> torch.Tensor:
-    """Return a tensor of float32 zeros; in the machine's RAM, memory that is not resident yet."""
+    """Return a tensor of float32 zeros; in the machine's RAM, its memory is not resident yet."""
     if platform.shares_ram:
         return huge_pages.zeros(*shape, dtype=torch.float32)
     return torch.zeros(*shape, dtype=torch.float32, device=platform.device)
@@ -151,8 +153,8 @@ def _parts_on_device(
     storage: KVStorage,
     device: torch.device,
 ) -> _Tensors:
-    """Return the tensors of layers that share memory: the same for all if their parts are equal, else views of pages as
-    large as the largest layer needs.
+    """Return the tensors of layers that share memory: the same for all if their parts are equal, else views of pages
+    with the size of the largest layer.
     """
     if not _have_equal_parts(slab, plan, storage):
         pages = torch.zeros(num_blocks, plan.layer_page_bytes(block_size), dtype=torch.uint8, device=device)
@@ -165,7 +167,7 @@ def _parts_on_device(
 
 
 def _have_equal_parts(slab: _Slab, plan: CachePlan, storage: KVStorage) -> bool:
-    """Return whether the layers have equal tensors, of whole tokens, in the same place of a page."""
+    """Return whether the layers have equal tensors, of whole tokens, at the same offset in a page."""
     specs = [plan.spec_of(layer.layer_index) for layer, _ in slab]
     if any(isinstance(spec, Compressed) for spec in specs):
         return False
@@ -223,7 +225,7 @@ class Warmer:
     def __init__(self, layers: list[Attention], idle_bytes: int = IDLE_BYTES, busy_bytes: int = BUSY_BYTES):
         caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
         tensors = [tensor for cache in caches for tensor in tensors_of(cache)]
-        # the blocks follow each other in one memory of all layers (`_parts_in_blocks`)
+        # blocks are consecutive in one memory of all layers (`_parts_in_blocks`)
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
         self._address = min(tensor.data_ptr() for tensor in tensors)
         self._block_size, self._num_blocks = tensors[0].stride(0) * tensors[0].itemsize, len(tensors[0])
@@ -231,7 +233,7 @@ class Warmer:
         most = IDLE_TOKENS * self._block_size // tensors[0].shape[1]
         self._idle_bytes, self._busy_bytes = min(idle_bytes, most), min(busy_bytes, most)
         self.most_ahead = max(self._idle_bytes, self._busy_bytes)
-        self._memory = tensors  # keeps it
+        self._memory = tensors  # keeps the memory alive
         self._used = self._resident = 0
         self._idle_since: float | None = 0.0  # time.monotonic(); None during a step
         self._wake, self._stopped, self._complete = threading.Event(), False, False
@@ -242,7 +244,7 @@ class Warmer:
         self._thread.start()
 
     def follow(self, step: StepInput) -> None:
-        """Called when a step begins: stay ahead of the blocks that the step adds."""
+        """Stay ahead of the blocks that a beginning step adds."""
         self._idle_since = None
         added = (*step.new_blocks, *(new.block_ids for new in step.new))
         blocks = (block for groups in added for blocks in groups for block in blocks)
@@ -252,12 +254,12 @@ class Warmer:
         if self._complete or self._resident < self._used + self._busy_bytes:
             self._wake.set()
 
-    def rest(self) -> None:
-        """Called when a step ends."""
+    def mark_idle(self) -> None:
+        """Note the end of a step."""
         self._idle_since = time.monotonic()
 
     def give_back(self) -> None:
-        """Stop, and return the memory of all blocks to the system: they are zero again, and resident when written."""
+        """Stop, and return the memory of all blocks to the system. They read as zero until they are written again."""
         self.stop()
         huge_pages.discard(self._address, self._size)
 
@@ -286,8 +288,8 @@ class Warmer:
         self._thread.join()
 
     def _work(self) -> None:
-        # Not SCHED_IDLE: on a busy machine the thread would get no time for seconds, and the process, whose memory it
-        # holds, would not end before.
+        # Not SCHED_IDLE: on a busy machine the thread would get no time for seconds, and would delay the exit of the
+        # process, whose memory it holds.
         platforms.schedule_thread_as_batch()
         while self._resident < self._size:
             size = min(huge_pages.PAGE, self._size - self._resident)
@@ -310,7 +312,7 @@ class Warmer:
 
 
 def _runs(block_ids: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, number) of consecutive blocks, so that memory pages which they share are whole."""
+    """Yield (first, number) of consecutive blocks, so that memory pages that they share are whole."""
     first = count = 0
     for block_id in sorted(block_ids):
         if count and block_id == first + count:

@@ -3,8 +3,7 @@
 `--kv-cache-dtype auto` follows the checkpoint, as vLLM does: a model that was exported for an FP8 or int8 cache gets
 one. Scales of the checkpoint are used if every layer has them; otherwise each head of each token gets its own when it
 is stored, which loses less and takes 4 bytes. The two parts of a latent (MLA) count as two heads. A checkpoint has one
-number for both, which suits e4m3, whose precision is relative, but not integers: of these the smaller part would keep
-few bits.
+scale for both, which suits e4m3, whose precision is relative, but not integers: the smaller part would keep few bits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Choice = tuple[str, str, str]  # setting, value, reason
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """The type of the elements, and the constant scales of each layer, if there are any."""
+    """The type of the elements, and the constant scales of each layer, if any."""
 
     dtype: torch.dtype
     constants: Scales | None = None
@@ -37,7 +36,7 @@ class KVStorage:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes per head of a token for the scale of its key, and for that of its value."""
+        """Bytes per head of a token for the scale of its key, and as many for that of its value."""
         return SCALE.itemsize if self.scaled and self.constants is None else 0
 
     @property
@@ -49,7 +48,7 @@ class KVStorage:
 
 
 def resolve_storage(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[KVStorage, Choice]:
-    """(the storage, the row of the table of choices) for activations of type `dtype`.
+    """Return (storage, row in the table of choices) for activations of type `dtype`.
 
     Raises:
         ValueError: `--kv-cache-dtype` does not fit the model.
@@ -75,7 +74,7 @@ def resolve_storage(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tupl
 
 
 def _obstacle(spec: ModelSpec) -> str | None:
-    """Return why a model has no keys and values to store in 8 bits."""
+    """Return the reason why a model's cache cannot be stored in 8 bits, None if it can."""
     if any(layer.compressed for layer in spec.layers):
         return f"compressed keys, as of {spec.architecture}, are not stored in 8 bits"
     return f"{spec.architecture} is an encoder, which keeps no keys and values" if spec.is_encoder else None

@@ -50,7 +50,8 @@ class Int8ArgmaxPrefilter:
         return screen if screen.finite else None
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """argmax (first of equals), int64 `[T]`, of the linear's float32 outputs for each row of x `[T, k]` bfloat16.
+        """Return the argmax (first of equals), int64 `[T]`, of the linear's float32 outputs for each row of x `[T, k]`
+        bfloat16.
 
         Returns None if the caller must compute the outputs: x has less than `min_rows` or more than MAX_ROWS rows, an
         output is not finite, or the filter is paused.
@@ -79,8 +80,8 @@ class Int8ArgmaxPrefilter:
 
 
 class BytesArgmaxPrefilter(Int8ArgmaxPrefilter):
-    """The same for a `QuantizedLinear` of 8 bits per value, without a copy: from `min_rows` rows on, products with 8 of
-    the 16 bits of the inputs rule out most outputs in half the time.
+    """The prefilter of a `QuantizedLinear` of 8 bits per value, without a copy: from `min_rows` rows on, products with
+    8 of the 16 bits of the inputs rule out most outputs in half the time.
     """
 
     min_rows = 3

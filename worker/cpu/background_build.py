@@ -1,4 +1,4 @@
-"""Waits for a library of native kernels that a separate process compiles while plain torch serves."""
+"""Wait for a library of native kernels that a separate process compiles while plain torch serves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ REPORT_INTERVAL = 15.0  # seconds between lines in the log
 
 
 class BackgroundBuild:
-    """Starts a builder of `level`, and of the levels `then`, unless another process is building it. A builder that is
-    at work goes on when this process ends, for the next start; none waits for another.
+    """Starts a builder of `level`, and of the levels `then`, unless another process is building it. A running builder
+    continues after this process ends, for the next start; builders do not wait for each other.
     """
 
     def __init__(self, level: str, then: list[str]):
@@ -43,7 +43,7 @@ class BackgroundBuild:
 
     @property
     def status(self) -> str:
-        """One line for the log and the table of choices."""
+        """Return a line for the log and the table of choices."""
         num_done, num_files = build.progress(self.target)
         return f"building native kernels ({self.level}) in the background: {num_done} of {num_files} files"
 
@@ -75,7 +75,7 @@ class BackgroundBuild:
             self._start()
 
     def _end(self) -> str:
-        """Let go of our builder, which has ended except for later builds. Returns its output."""
+        """Release our builder, which has ended except for later builds. Returns its output."""
         builder, self._builder = self._builder, None
         if builder is None:
             return ""

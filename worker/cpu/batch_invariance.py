@@ -1,4 +1,4 @@
-"""Decides whether a request's bits are independent of the other requests: by `--deterministic` or, without it, by cost.
+"""Decide whether a request's bits are independent of the other requests: by `--deterministic` or, without it, by cost.
 
 In a step, the results of products (`fixed_order_linear.py`) and of attention (`fixed_order_attention.py`) may depend on
 the number of rows. Both have an implementation whose results do not. It is the default if it takes less than 5 %
@@ -15,11 +15,11 @@ from quire.worker.cpu import states
 from quire.worker.cpu.native import KERNELS
 from quire.worker.spec.model import LayerSpec, ModelSpec
 
-PROMISE = "a request's tokens do not depend on what runs beside it"
+PROMISE = "a request's tokens do not depend on other requests"
 
 
 def resolve(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
-    """(whether a request's bits are independent of the other requests, the reason and the cost).
+    """Return (whether a request's bits are independent of the other requests, the reason and the cost).
 
     Raises:
         ValueError: `--deterministic` is given, and this model or device does not support it.
@@ -43,15 +43,16 @@ def resolve(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, 
 
 
 def _off() -> str:
-    return "seeded and greedy tokens may depend on what runs beside them"
+    return "seeded and greedy tokens may depend on other requests"
 
 
 def _cost(quantized: bool) -> tuple[bool, str]:
-    """(whether the cost is low enough for a default, the cost with the loaded kernels), from docs/deployment.md."""
+    """Return (whether the cost is low enough for a default, the cost with the loaded kernels), from docs/deployment.md.
+    """
     if cpu_ops.has_amx():
         if quantized:
             return False, "prompts take 2 to 2.7 times as long"
-        return True, "no cost that could be told from noise"
+        return True, "no measurable cost"
     if KERNELS.level == "avx2":
         if quantized:
             return False, "prompts take 1.4 times as long"
@@ -60,7 +61,9 @@ def _cost(quantized: bool) -> tuple[bool, str]:
 
 
 def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, str] | None:
-    """(why batch invariance is unavailable, as a predicate of `--deterministic`; the remedy), or None if available."""
+    """Return (why batch invariance is unavailable, as a predicate of `--deterministic`; the remedy), or None if
+    available.
+    """
     backend = config.device.attention_backend
     if config.parallel.world_size > 1:
         return "works with one rank", ": leave --tensor-parallel-size and --pipeline-parallel-size at 1"
@@ -77,6 +80,8 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return f"needs the native kernels for recurrent states: {reason}", ""
     if any(layer.compressed for layer in spec.layers):
         return "has no attention to compressed keys", ""
+    if any(layer.mixer == "convolved" for layer in spec.layers):
+        return "has no convolution of whole heads", ""
     for head_dim, v_dim in {_attended_sizes(layer) for layer in spec.layers if layer.attends}:
         if reason := cpu_ops.attention_reason(head_dim, v_dim, dtype):
             return f"needs the native attention: {reason}", ""
@@ -84,5 +89,5 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
 
 
 def _attended_sizes(layer: LayerSpec) -> tuple[int, int]:
-    """Entries of keys and values; all tokens attend to the latents of MLA."""
+    """Return the entries of keys and values; all tokens attend to the latents of MLA."""
     return (layer.latent.width, layer.latent.rank) if layer.latent else (layer.head_dim, layer.v_head_dim)

@@ -1,4 +1,4 @@
-"""Packs weights in the blocks of GGUF files for the native products."""
+"""Pack weights in the blocks of GGUF files for the native products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch and also
+"""Compile the native CPU kernels (`csrc/`) into one shared library per instruction-set level. Needs no torch and also
 runs as a script.
 
 A library's name identifies its inputs: `quire-<hash of the sources and flags>-<level>-<compiler>.so`. It is renamed
@@ -52,7 +52,7 @@ LEVELS = {
     "dotprod": ["arch=armv8.2-a+dotprod"],
     "neon": ["arch=armv8-a"],
 }
-# What a CPU of AArch64 needs for a level, as bits of AT_HWCAP and AT_HWCAP2 (Linux) and names of sysctl (macOS)
+# The features that a level needs of an AArch64 CPU: bits of AT_HWCAP and AT_HWCAP2 (Linux), names of sysctl (macOS)
 _ARM_NEEDS = {
     "bf16": (1 << 20, 1 << 13 | 1 << 14, ("FEAT_DotProd", "FEAT_I8MM", "FEAT_BF16")),
     "i8mm": (1 << 20, 1 << 13, ("FEAT_DotProd", "FEAT_I8MM")),
@@ -97,8 +97,8 @@ def cpu_level() -> str | None:
 
 
 def choose_level(asked: str = "auto") -> tuple[str | None, str]:
-    """(the level to use, the reason): the requested one; for "auto" the one with the most instructions, or a narrower
-    one if calibration finds that faster. The level is None if this CPU supports none.
+    """Return (the level to use, the reason): the requested one; for "auto" the one with the most instructions, or a
+    narrower one if calibration finds that faster. The level is None if this CPU supports none.
 
     Raises:
         ValueError: this CPU does not support the requested level.
@@ -131,7 +131,7 @@ def rivals(level: str) -> list[str]:
 
 
 def _calibrated(wide: Path, narrow: Path) -> float | None:
-    """Time of products with library `narrow` divided by the time with `wide`, or None if the measurement failed.
+    """Return the time of products with library `narrow` divided by that with `wide`, or None if the measurement failed.
 
     Measured once per CPU model and pair of libraries, in a separate process, and cached.
     """
@@ -163,7 +163,7 @@ def machine() -> str | None:
 
 def target_machine() -> str | None:
     """Return the kind of machine that the compiler compiles for, or None without a compiler or if there are no levels.
-    A compiler that does not tell compiles for this machine.
+    A compiler that does not report its target is assumed to compile for this machine.
     """
     if (cxx := compiler()) is None:
         return None
@@ -226,7 +226,7 @@ def _amx_permitted() -> bool:
 
 
 def compiler() -> str | None:
-    """Path of the C++ compiler: $CXX, else g++, else clang++."""
+    """Return the path of the C++ compiler: $CXX, else g++, else clang++."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
     return next((path for name in names if (path := shutil.which(name))), None)
 
@@ -251,7 +251,7 @@ def library_name(level: str, cxx: str) -> str:
 
 
 def cache_folder() -> Path:
-    """$QUIRE_CACHE/kernels, by default ~/.cache/quire/kernels."""
+    """Return $QUIRE_CACHE/kernels, by default ~/.cache/quire/kernels."""
     root = os.environ.get("QUIRE_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quire"
     )
@@ -310,15 +310,15 @@ def is_being_built(target: Path) -> bool:
     try:
         with open(_lock_of(target), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError:  # there is no such file or folder
+        return False
     return False
 
 
 def progress(target: Path) -> tuple[int, int]:
-    """(files compiled, all files) of a running build of `target`."""
+    """Return (files compiled, all files) of a running build of `target`."""
     num_files = len(list(SOURCES.glob("*.cpp")))
     return (num_files if target.exists() else len(list(_work_of(target).glob("*.o")))), num_files
 
@@ -332,7 +332,7 @@ def _work_of(target: Path) -> Path:
 
 
 def machine_of(libraries: list[Path]) -> str:
-    """Return the kind of machine that libraries, which may be of a wheel for one kind only, are for."""
+    """Return the kind of machine that libraries are for; those of a wheel may be for one kind only."""
     kinds = {"aarch64" if library.name.split("-")[2] in _ARM_NEEDS else "x86_64" for library in libraries}
     if len(kinds) != 1:
         raise BuildError(f"the libraries are for several kinds of machines: {', '.join(sorted(kinds))}")
@@ -340,7 +340,7 @@ def machine_of(libraries: list[Path]) -> str:
 
 
 def newer_symbols(library: Path) -> list[str]:
-    """Return the symbol versions that `library` wants and `MANYLINUX` lacks."""
+    """Return the symbol versions that `library` needs and `MANYLINUX` lacks."""
     versions = set(re.findall(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_(\d[\d.]*)(?=\0)", library.read_bytes()))
     wanted = {(name.decode(), version.decode()) for name, version in versions}
     return [

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LONG_IDLE = 1800.0  # seconds without a request after which the KV cache's memory is given back
 _SAMPLED_PER_THREAD = 1 << 18  # logits: they stay in a core's cache
-SCARCE = 0.1  # share of the machine's memory; with less available, engines give it back at once
+SCARCE = 0.1  # share of the machine's memory; if less is available, engines give theirs back at once
 
 
 class CpuPlatform(Platform):
@@ -34,6 +34,7 @@ class CpuPlatform(Platform):
     device = torch.device("cpu")
     dist_backend = "gloo"
     attention_order = ("cpu_native", "cpu_paged")
+    fixed_attention = "cpu_fixed"
     default_depth = 1
     overlaps = False
     encoder_budget = 256  # some tenths of a second to some seconds of encoding, for which other requests wait
@@ -97,7 +98,7 @@ class CpuPlatform(Platform):
 
     @property
     def ops(self) -> Ops:
-        """The native kernels once they are loaded, plain torch until then."""
+        """Return the native kernels once they are loaded, plain torch until then."""
         return native.native_ops() or TORCH
 
     def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:

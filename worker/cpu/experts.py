@@ -1,5 +1,5 @@
-"""Runs all experts of a mixture-of-experts layer in one native call (csrc/experts.cpp), which reads the weights of the
-experts that have tokens, and no others.
+"""Run all experts of a mixture-of-experts layer in one native call (csrc/experts.cpp), which reads only the weights of
+experts that have tokens.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class NativeExperts:
         self._layers = (LinearArgs * len(gate_up))(*gate_up), (LinearArgs * len(down))(*down)
         self._first, self._weigh_inputs, self._squares = first, weigh_inputs, squares
         self._half = gate_up[0].n // 2  # columns of the gate
-        # by adapter: what it consists of, its matrices for both products of each expert, and their owners
+        # by adapter: its layers and weights, its matrices for both products of each expert, and their owners
         self._tables: dict[str, tuple[Adapted, Array, Array, list[PackedLora]]] = {}
 
     @classmethod
     def from_layers(
         cls, gate_up: Sequence[Linear], down: Sequence[Linear], first: int, weigh_inputs: bool, squares: bool = False
     ) -> NativeExperts | None:
-        """Return the experts, or None if a weight is not packed, or if they are of several kinds, e.g. a gate and up,
+        """Return the experts, or None if a weight is not packed or weights are of several kinds, e.g. of gate and up,
         or one that the checkpoint leaves plain: a call multiplies weights of one kind. With `squares` there is no gate,
         and relu(up)^2 is between the products.
         """
@@ -117,7 +117,7 @@ class NativeExperts:
 
 
 def _kind(layer: LinearArgs) -> tuple[int, int] | None:
-    """(kind, group) of a quantized weight."""
+    """Return (kind, group) of a quantized weight."""
     if layer.quant is None:
         return None
     quant = QuantArgs.from_address(layer.quant)

@@ -1,5 +1,5 @@
-"""The native CPU attention with one fixed order of summation, for `--deterministic`: a token's result depends on its
-own keys alone, bit for bit, whether the token is computed in a chunk of a prompt, by itself, or among others.
+"""The native CPU attention with one fixed order of summation, for `--deterministic`: a token's result depends only on
+its own keys, bit for bit, whether the token is computed in a chunk of a prompt, by itself, or among others.
 
 cpu_native splits the keys of a token that is computed by itself over several threads. Here one thread reads all of
 them, 128 at a time.

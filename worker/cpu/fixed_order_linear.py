@@ -53,7 +53,7 @@ class FixedFloats:
         self.weight[:, : self.size] = weight.t()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x `[T, K]`; `weight` is the one that this was made of. Returns float32."""
+        """Multiply x `[T, K]` by `weight`, the one that this was made for. Returns float32."""
         return float_linear(x.float(), self.weight, self.bias)[:, : self.size]
 
 

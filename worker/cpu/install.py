@@ -42,6 +42,10 @@ class NativeOps(Ops):
     name = "native"
     takes = frozenset({E4M3})
 
+    @property
+    def adapter_copies(self) -> int:
+        return 3 if KERNELS.level == "amx" else 1  # B twice in the tiles of a small rank
+
     silu_and_mul = staticmethod(ops.silu_and_mul)
     rms_norm = staticmethod(ops.rms_norm)
     add_rms_norm = staticmethod(ops.add_rms_norm)
@@ -163,8 +167,8 @@ def _narrow(by_default: bool) -> bool:
 
 
 def load(background: bool = True, level: str = "auto", activation_bits: str = "auto", preview: bool = False) -> None:
-    """Load the library or start a background build of it; with background=False build it in this process, with
-    `preview` nowhere. `activation_bits` is the setting `cpu_activation_bits`.
+    """Load the library or start a background build of it; with background=False build it in this process; with
+    `preview` build nothing. `activation_bits` is the setting `cpu_activation_bits`.
 
     Raises:
         ValueError: the build failed, or the CPU does not support the instruction set `level`.
@@ -204,19 +208,19 @@ def give_up(reason: str) -> None:
 
 
 def level() -> tuple[str, str]:
-    """(the instruction set of the library, why it was chosen)."""
+    """Return (the instruction set of the library, why it was chosen)."""
     return KERNELS.level or "none", KERNELS.level_reason
 
 
 def activation_bits() -> tuple[str, str]:
-    """(bits of activations in products with quantized weights, why)."""
+    """Return (bits of activations in products with quantized weights, why)."""
     if KERNELS.activation_bits is None:
         return "auto", "8 for GGUF files and weights of 4 bits, 16 for other quantized weights"
     return str(KERNELS.activation_bits), "as asked, for quantized weights"
 
 
 def warning() -> str:
-    """Return why there are no kernels and never will be, with the factor and the remedy, or ""."""
+    """Return why kernels will never be available, with the slowdown and the remedy, or ""."""
     return KERNELS.warning
 
 

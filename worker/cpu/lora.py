@@ -5,17 +5,26 @@ single layers and for all layers of a decoder in one call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Array, addressof
+from ctypes import Array, addressof, byref
 from itertools import chain
 
 import torch
 import torch.nn.functional as F
 
-from quire.worker.cpu.native import KERNELS, LoraMatricesArgs, LoraPartArgs, LoraRowsArgs
+from quire.worker.cpu.native import (
+    KERNELS,
+    LinearArgs,
+    LoraColumnsArgs,
+    LoraMatricesArgs,
+    LoraPartArgs,
+    LoraRowsArgs,
+    LoraTilesArgs,
+)
 from quire.worker.cpu.ops import DTYPES
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.lora import Adapted, Group, LoraRows, LoraWeights, StepLora, add_lora
 
+_FEW_ROWS = 32  # that tiles of AMX are not used for
 _VECTOR = 16  # columns of a gate, and of up, that alternate in the product of a packed weight
 
 
@@ -26,7 +35,9 @@ class PackedLora:
         self.rank, self.k = weights.a.shape
         self.a = F.pad(weights.a, (0, -self.k % 32, 0, -self.rank % 4)).contiguous()
         self.parts = [(ranks, columns, _blocked(b)) for ranks, columns, b in weights.parts]
-        self._owned: list[Array] = []
+        self._owned: list[object] = []  # what the structs point to
+        self._packed_a: torch.Tensor | None = None
+        self._many: LoraMatricesArgs | None = None
         self.alone = self.args()
 
     @classmethod
@@ -39,21 +50,60 @@ class PackedLora:
         """Return the C struct, which this object must outlive. With `half` the layer's output is a gate and up of that
         many columns each, as they alternate in a packed weight.
         """
+        return self._args(half)
+
+    def args_in(self, linear: Linear) -> LoraMatricesArgs:
+        """Return the C struct for products that add the adapter to those of `linear`, a packed layer."""
+        args = self._args(linear.out_features // 2 if linear.gated else None)
+        self._add_tiles(args, linear.method.args())
+        return args
+
+    @property
+    def many(self) -> LoraMatricesArgs:
+        """The C struct for many rows."""
+        if self._many is None:
+            self._many = self._args(None)
+            self._add_tiles(self._many, None)
+        return self._many
+
+    def _args(self, half: int | None) -> LoraMatricesArgs:
         parts = (LoraPartArgs * len(self.parts))(*(
             (b.data_ptr(), ranks.start, ranks.stop - ranks.start, columns.stop - columns.start, *_place(columns, half))
             for ranks, columns, b in self.parts
         ))  # fmt: skip
         self._owned.append(parts)
-        return LoraMatricesArgs(self.a.data_ptr(), self.rank, self.k, addressof(parts), len(parts))
+        return LoraMatricesArgs(self.a.data_ptr(), self.rank, self.k, addressof(parts), len(parts), None)
+
+    def _add_tiles(self, args: LoraMatricesArgs, linear: LinearArgs | None) -> None:
+        """Give the struct the tiles of AMX, if there is AMX and the layer's columns suit them."""
+        parts = (LoraPartArgs * args.num_parts).from_address(args.parts)
+        elements = sum(KERNELS.lib.quire_lora_tiles_elements(part.rank, part.columns) for part in parts)
+        if not elements or self.a.dtype != torch.bfloat16:
+            return
+        last = max(part.at + (part.columns - 1) // _VECTOR * part.step for part in parts) // _VECTOR
+        columns = (LoraColumnsArgs * (last // 2 * 2 + 2))()
+        b, tiles = torch.empty(elements, dtype=torch.bfloat16), LoraTilesArgs(self._tiles_of_a().data_ptr())
+        pointers = byref(args), None if linear is None else byref(linear), byref(tiles), b.data_ptr()
+        if KERNELS.lib.quire_lora_tiles_pack(*pointers, columns, len(columns)):
+            self._owned += [columns, b, tiles]
+            args.tiles = addressof(tiles)
+
+    def _tiles_of_a(self) -> torch.Tensor:
+        """Return A `[r, k]`, packed like a weight."""
+        if self._packed_a is None:
+            self._packed_a = torch.empty(-(-self.rank // 32) * -(-self.k // 32) * 1024, dtype=torch.bfloat16)
+            sizes = self.rank, self.k, 0
+            KERNELS.lib.quire_gemm_pack(self.a.data_ptr(), self.a.stride(0), self._packed_a.data_ptr(), *sizes)
+        return self._packed_a
 
 
 def _blocked(b: torch.Tensor) -> torch.Tensor:
-    """B `[out, r]` as `[out / 32, r, 32]`."""
+    """Return B `[out, r]` as `[out / 32, r, 32]`."""
     return F.pad(b, (0, 0, 0, -len(b) % 32)).view(-1, 32, b.shape[1]).transpose(1, 2).contiguous()
 
 
 def _place(columns: slice, half: int | None) -> tuple[int, int]:
-    """(where the columns begin, the distance of their vectors) in a layer's output."""
+    """Return (where the columns begin, the distance of their vectors) in a layer's output."""
     if half is None:
         return columns.start, _VECTOR
     is_up = columns.start >= half
@@ -70,12 +120,15 @@ def rows_args(rows: LoraRows, layers: int) -> LoraRowsArgs:
 
 
 def add_native(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_order: bool = False) -> None:
-    """`add_lora`, whose sums always have one order."""
+    """Do `add_lora`."""
     if x.dtype not in DTYPES or out.dtype not in (x.dtype, torch.float32) or out.stride(1) != 1:
         return add_lora(x, out, groups, fixed_order)
     x = x if x.stride(1) == 1 else x.contiguous()
+    packed = [PackedLora.from_weights(weights) for _, weights in groups]
+    is_many = len(x) > _FEW_ROWS and not fixed_order
+    layers = [one.many if is_many else one.alone for one in packed]
     args = (LoraRowsArgs * len(groups))(
-        *(rows_args(rows, addressof(PackedLora.from_weights(weights).alone)) for rows, weights in groups)
+        *(rows_args(rows, addressof(layer)) for (rows, _), layer in zip(groups, layers))
     )
     KERNELS.lib.quire_add_lora(
         args,
@@ -87,6 +140,7 @@ def add_native(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixe
         len(x),
         DTYPES[x.dtype],
         DTYPES[out.dtype],
+        fixed_order,
     )
 
 
@@ -104,7 +158,7 @@ class SegmentsLora:
         return all(self._table(rows.key, step) is not None for rows in step.rows)
 
     def args(self, step: StepLora, groups: Sequence[LoraRows]) -> Array:
-        """`groups` of the step for the native call."""
+        """Return `groups` of the step for the native call."""
         return (LoraRowsArgs * len(groups))(
             *(rows_args(rows, addressof(self._table(rows.key, step))) for rows in groups)
         )
@@ -126,5 +180,5 @@ class SegmentsLora:
         for i, linear in enumerate(self.linears):
             if (of_layer := weights.get(id(linear))) is not None:
                 owners.append(PackedLora.from_weights(of_layer))
-                table[i] = owners[-1].args(linear.out_features // 2 if linear.gated else None)
+                table[i] = owners[-1].args_in(linear)
         return table, owners

@@ -1,4 +1,4 @@
-"""Loads the compiled CPU kernels, or starts a background build if they are not compiled yet.
+"""Load the compiled CPU kernels, or start a background build if they are not compiled yet.
 
 The torch twins serve until the library is loaded, so a start does not wait for the compiler. The worker calls `load()`
 once at start. While `building` is true, it calls `poll()` between steps; when that returns True, it finalizes the
@@ -185,7 +185,19 @@ class LoraPartArgs(ctypes.Structure):
 class LoraMatricesArgs(ctypes.Structure):
     """An adapter's matrices for one layer. Mirrors `LoraMatrices` in lora.h; all zero if absent."""
 
-    _fields_ = [("a", _P), ("rank", _L), ("k", _L), ("parts", _P), ("num_parts", _L)]
+    _fields_ = [("a", _P), ("rank", _L), ("k", _L), ("parts", _P), ("num_parts", _L), ("tiles", _P)]
+
+
+class LoraColumnsArgs(ctypes.Structure):
+    """What adds to 16 columns of a product of many rows. Mirrors `LoraColumns` in lora_tiles.h."""
+
+    _fields_ = [("b", _P), ("inner", _L), ("wide", _L), ("narrow", _L)]
+
+
+class LoraTilesArgs(ctypes.Structure):
+    """A layer's matrices for products of many rows on AMX. Mirrors `LoraTiles` in lora_tiles.h."""
+
+    _fields_ = [("a", _P), ("columns", _P), ("num_columns", _L), ("width", _L)]
 
 
 class LoraRowsArgs(ctypes.Structure):
@@ -264,7 +276,12 @@ _SIGNATURES = {
     "quire_logprobs": ([_P, _L, _L, _L, _P, _L, _I, _P, _P, _P], None),
     "quire_segment_workspace": ([_L, _L, _L], _L),
     "quire_segment_conflicts": ([_P, _L, _L], ctypes.c_double),
-    "quire_add_lora": ([_P, _L, _P, _L, _P, _L, _L, _I, _I], None),
+    "quire_add_lora": ([_P, _L, _P, _L, _P, _L, _L, _I, _I, ctypes.c_bool], None),
+    "quire_lora_tiles_elements": ([_L, _L], _L),
+    "quire_lora_tiles_pack": (
+        [ctypes.POINTER(LoraMatricesArgs), _P, ctypes.POINTER(LoraTilesArgs), _P, _P, _L],
+        ctypes.c_bool,
+    ),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P, _L, _P, _L], None),
     "quire_run_layers": (
         [
@@ -310,7 +327,7 @@ class Kernels:
         self.level: str | None = None
         self.level_reason = "not loaded"
         self.activation_bits: int | None = None  # of products with quantized weights: 8, 16; None: by kind of weight
-        self.warning = ""  # why there are none and never will be, and the remedy
+        self.warning = ""  # why there will never be any, and the remedy
         self.loaded_at: float | None = None  # time.time()
         self.left_to_serve = False  # a preview: `quire serve` would build them
         self._status = "not loaded"
@@ -318,7 +335,7 @@ class Kernels:
 
     @property
     def status(self) -> str:
-        """The state of the library, for the log and the table of choices."""
+        """Return the state of the library, for the log and the table of choices."""
         return self._status if self._build is None else self._build.status
 
     def load(self, background: bool = True, level: str = "auto", preview: bool = False) -> bool:

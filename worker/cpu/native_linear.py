@@ -327,7 +327,7 @@ class QuantizedLinear(_NativeLinear):
         """Pack a quantized weight: weight = scale * value + offset.
 
         values are int8 `[n, k]` (-8 .. 7 for 4 bits); scales and offsets are `[n, ceil(k / group)]` and are rounded to
-        float16, or to bfloat16 if float16 has not their range. Or values are float8_e4m3fn, without offsets; then the
+        float16, or to bfloat16 if float16 lacks their range. Or values are float8_e4m3fn, without offsets; then the
         scales stay float32.
 
         Raises:
@@ -447,7 +447,7 @@ def _integers(bits: int) -> QuantKind:
 
 
 def _type_of_scales(scales: torch.Tensor, offsets: torch.Tensor | None) -> torch.dtype:
-    """float16, which has more digits, unless that would lose large numbers, or small ones of another type."""
+    """Return float16, which has more digits, unless it would lose large numbers, or small ones of another type."""
     sizes = scales.float().abs()
     largest = sizes.max() if offsets is None else torch.maximum(sizes.max(), offsets.abs().max())
     small = scales.dtype != torch.float16 and bool(((sizes > 0) & (sizes < 2**-14)).any())

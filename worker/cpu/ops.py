@@ -36,15 +36,27 @@ GATED = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "clamped_silu": 3}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[..., H]`, with a weight of x's type or of float32."""
+    """Return RMSNorm (arXiv:1910.07467) over the last dimension of x `[..., H]`; the weight has x's type or float32."""
     if x.dim() != 2 or x.stride(1) != 1:
         return rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), weight, eps).view(x.shape)
+    return _normed(x, None, 0, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add x to residual in place and return (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
+    return _normed(x, residual.data_ptr(), residual.stride(0), weight, eps), residual
+
+
+def _normed(x: torch.Tensor, residual: int | None, stride: int, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the RMSNorm of x plus the rows at address `residual`, if given, which the sum overwrites."""
     out = torch.empty_like(x)
     KERNELS.lib.quire_add_rms_norm(
         x.data_ptr(),
         x.stride(0),
-        None,
-        0,
+        residual,
+        stride,
         weight.data_ptr(),
         out.data_ptr(),
         out.stride(0),
@@ -57,30 +69,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add x to residual in place and return (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
-    out = torch.empty_like(x)
-    KERNELS.lib.quire_add_rms_norm(
-        x.data_ptr(),
-        x.stride(0),
-        residual.data_ptr(),
-        residual.stride(0),
-        weight.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        x.shape[0],
-        x.shape[1],
-        eps,
-        DTYPES[x.dtype],
-        weight.dtype != x.dtype,
-    )
-    return out, residual
-
-
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` for x = [gate, up] concatenated: `[T, 2 D] -> [T, D]` (SwiGLU, arXiv:2002.05202)."""
+    """Return `silu(gate) * up` for x = [gate, up] concatenated: `[T, 2 D] -> [T, D]` (SwiGLU, arXiv:2002.05202)."""
     width = x.shape[1] // 2
     out = x.new_empty(x.shape[0], width)
     KERNELS.lib.quire_silu_and_mul(x.data_ptr(), x.stride(0), out.data_ptr(), width, x.shape[0], width, DTYPES[x.dtype])
@@ -191,7 +181,7 @@ def routing_args(spec: RoutingSpec, correction: torch.Tensor | None, bias: torch
 def route(
     spec: RoutingSpec, logits: torch.Tensor, correction: torch.Tensor | None = None, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as its twin, `layers.routing.route`, except for the last bits of the weights."""
+    """Do the same as the twin, `layers.routing.route`, except for the last bits of the weights."""
     logits = logits.float().contiguous()
     weights = torch.empty(len(logits), spec.top_k)
     ids = torch.empty(len(logits), spec.top_k, dtype=torch.int64)
@@ -244,8 +234,8 @@ def paged_attention(
 
     Caches are `[num_blocks, block_size, num_kv_heads, _]`, the last dimension contiguous, of q's type (float32,
     bfloat16, float16) or in 8 bits; block_table `[R, K]`, seq_lens `[R]` and query_start_loc `[R + 1]` are int32.
-    `path` is a sum of flags: 1 disables AMX (for tests); 2 sums in one fixed order, so that a token's result depends on
-    its own keys alone, bit for bit. `wanted` (int64, ascending) lists the tokens whose results the caller reads; the
+    `path` is a sum of flags: 1 disables AMX (for tests); 2 sums in one fixed order, so that a token's result depends
+    only on its own keys, bit for bit. `wanted` (int64, ascending) lists the tokens whose results the caller reads; the
     rows of all other tokens are undefined.
     """
     assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32 and (
@@ -324,7 +314,7 @@ def fill_inputs(
     block_size: int,
     tensors: StepTensors,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Same as its twin `Ops.fill_inputs`, in one native call per cache group.
+    """Do the same as the twin `Ops.fill_inputs`, in one native call per cache group.
 
     `step` (int64) begins with rows, computed, scheduled, starts and samples, in this order.
     """
@@ -407,8 +397,8 @@ def sample(
 def logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token ids int64 and values float32 `[n, 1 + num]`, ranks int64 `[n]`) of logits `[n, V]` float32. The twin,
-    `entries` in `worker/sampling/logprobs.py`, describes them.
+    """Return (token ids int64 and values float32 `[n, 1 + num]`, ranks int64 `[n]`) of logits `[n, V]` float32. The
+    twin, `entries` in `worker/sampling/logprobs.py`, describes them.
     """
     assert (
         logits.dtype == torch.float32

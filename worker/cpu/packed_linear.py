@@ -44,7 +44,7 @@ class NativeQuantMethod(LinearMethod):
         # a gate and up of different kinds are not interleaved
         self.activates = not (layer.gated and isinstance(linear, MixedLinear))
         for i, part in enumerate(self.parts):
-            suffix = f"_{i}" if i else ""  # the first replaces what the plain method held
+            suffix = f"_{i}" if i else ""  # the first replaces the plain method's buffer
             layer.register_buffer(f"quantized{suffix}", part.packed, persistent=False)
             layer.register_buffer(f"scales{suffix}", part.scales, persistent=False)
             if part.offsets is not None:

@@ -1,9 +1,9 @@
-"""Runs a decoder's layers on the native CPU kernels: in one call if attention is native too, else in one call between
+"""Run a decoder's layers on the native CPU kernels: in one call if attention is native too, else in one call between
 each attention, or other mixer, and the next (a segment).
 
 The kernels and their order are the same as in the twin, the layers called one by one. A layer is any module with the
-parts of `DecoderLayer` in `worker/transformer/decoder.py`. For a mixer that is no plain attention, Python computes what
-is between its projections: `mix` of `StateMixer` in `worker/transformer/mixers/base.py`.
+parts of `DecoderLayer` in `worker/transformer/decoder.py`. For a mixer other than plain attention, Python computes the
+part between its projections: `mix` of `StateMixer` in `worker/transformer/mixers/base.py`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Segments:
     def from_layers(
         cls, layers: Sequence[nn.Module], final_norm: Norm, tables: Sequence[torch.Tensor | None]
     ) -> Segments | None:
-        """Segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in, layers
-        differ in their heads, a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are
+        """Return segments for `layers`, or None if the native code cannot compute all of them: a class did not opt in,
+        layers differ in their heads, a weight is not packed, the cache is neither bfloat16 nor in 8 bits, or there are
         several ranks. `tables` is that of `Ops.fused_layers`.
         """
         if type(final_norm) not in _NORMS or not all(_opted_in(layer, type(final_norm)) for layer in layers):
@@ -206,7 +206,7 @@ class Segments:
             )
 
     def _between(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers for the q, k and v and for the attention output of `num_tokens` tokens."""
+        """Return buffers for the q, k and v and for the attention output of `num_tokens` tokens."""
         flat = self.between.take(num_tokens * sum(self.widths))
         return flat[: num_tokens * self.widths[0]].view(num_tokens, -1), flat[num_tokens * self.widths[0] :].view(
             num_tokens, -1
@@ -256,7 +256,7 @@ class _Attention:
         )
 
     def slots(self, attn: GroupedMetadata) -> int:
-        """Return the address of where the keys and values of the step's tokens go."""
+        """Return the address of the slot mapping of the step's tokens."""
         return attn[self.attn.cache_group].slot_mapping.data_ptr()
 
     def run(
@@ -271,7 +271,7 @@ class _Attention:
 
 
 class _Mixer:
-    """A mixer of which Python computes what is between the projections."""
+    """A mixer whose part between the projections Python computes."""
 
     def __init__(self, module: nn.Module, inputs: list[LinearArgs], out: LinearArgs, table: torch.Tensor | None):
         self.module, self._inputs, self.out, self._table = module, inputs, out, table
@@ -303,7 +303,7 @@ class _Mixer:
 
 
 def _chain(linears: list[LinearArgs | None]) -> list[LinearArgs]:
-    """Return the structs of linear layers as those of one, whose columns follow each other; none if one is not
+    """Return the structs of linear layers as those of one layer with consecutive columns; none if a layer is not
     packed.
     """
     parts: list[LinearArgs] = []

@@ -14,7 +14,7 @@ _WIDEST, _MOST = 16, 1024  # of convolutions; entries of keys and values
 
 
 def reason(shapes: tuple[tuple[int, ...], ...]) -> str | None:
-    """Return why the twins compute a layer with states of these shapes, or None."""
+    """Return why the twins must compute a layer with states of these shapes, or None."""
     width = max((shape[0] + 1 for shape in shapes[:1] if len(shape) == 2), default=0)
     size = max((max(shape[1:]) for shape in shapes if len(shape) == 3), default=0)
     if width > _WIDEST or size > _MOST:
@@ -52,7 +52,7 @@ def causal_conv(
     return out
 
 
-@by_stages(0, 1, 2, 3, 4)
+@by_stages(0, 1, 2, 3, 4, like=2)
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -131,7 +131,7 @@ def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: floa
     return out
 
 
-@by_stages(0, 1, 2, 3)
+@by_stages(0, 1, 2, 3, like=2)
 def scan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, pages: torch.Tensor, step: StateStep
 ) -> torch.Tensor:
@@ -197,7 +197,7 @@ def float_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x `[T, ..]` with contiguous rows, in float32."""
+    """Return x `[T, ..]` with contiguous rows, in float32."""
     assert x.dtype == torch.float32
     return x if x[:1].is_contiguous() else x.contiguous()
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import nn
 
+from quire.configs.config import Config
+from quire.worker.cuda import fixed_order, one_shot
 from quire.worker.cuda import install as triton
-from quire.worker.cuda import one_shot
 from quire.worker.host import resources as host
+from quire.worker.host import torch_start
 from quire.worker.parallel import ProcessGroup
 from quire.worker.platforms.base import TORCH, Event, Platform
 from quire.worker.platforms.ops import Ops
+from quire.worker.spec.model import ModelSpec
 
 _LATENT = ("flash_mla", "flash_attn_3_mla")  # attention backends of models with latent attention
 _CORES_PER_RANK = 4  # with fewer cores, spinning while waiting for the device would take a core that others need
@@ -24,12 +28,17 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     dist_backend = "nccl"
-    attention_order = ("flash_attn_3", "flash_attn_2", "torch_varlen", *_LATENT, "triton_paged", "cpu_paged")
+    attention_order = (
+        *("flash_attn_3", "flash_attn_4", "flash_attn_2", "torch_varlen", *_LATENT),
+        *("triton_paged", "cpu_paged"),
+    )
+    fixed_attention = fixed_order.BACKEND
     default_depth = 2
-    has_graphs = True
+    has_graphs = compiles_at_use = True
     measures_memory = True
 
     def __init__(self, rank: int) -> None:
+        torch_start.complete()  # Triton's and other packages' operations look for it
         self.device = torch.device("cuda", rank)
 
     def memory(self, world_size: int = 1) -> tuple[int, int]:
@@ -57,6 +66,7 @@ class CudaPlatform(Platform):
         cpu_activation_bits: str = "auto",
         preview: bool = False,
     ) -> list[tuple[str, str, str]]:
+        triton.keep_compiled()
         torch.cuda.set_device(self.device)
         self._blocking = host.num_cores() < _CORES_PER_RANK * world_size + num_frontends
         self._copies = torch.cuda.Stream(self.device)
@@ -65,15 +75,21 @@ class CudaPlatform(Platform):
 
     @property
     def ops(self) -> Ops:
-        """The Triton kernels if they work on this device, else plain torch."""
+        """Return the Triton kernels if they work on this device, else plain torch."""
         return triton.triton_ops(self.device) or TORCH
+
+    def batch_invariance(self, config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, str]:
+        return fixed_order.resolve(config, spec, self.ops)
+
+    def fix_order(self, model: nn.Module) -> None:
+        fixed_order.fix_order(model)
 
     def share_memory(self, group: ProcessGroup) -> str | None:
         obstacle = one_shot.obstacle(group.ranks, self.device)
         return group.use_small_sums(self.device, obstacle, lambda of: one_shot.OneShot(of, group.size, self.device))
 
     def memory_in_use(self) -> tuple[int, int]:
-        """(bytes now, peak bytes) that torch has allocated on the device; `release_memory` resets the peak."""
+        """Return (bytes now, peak bytes) that torch has allocated on the device; `release_memory` resets the peak."""
         torch.cuda.synchronize(self.device)
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 

@@ -1,5 +1,5 @@
-"""Prompts through delta rules by flash-linear-attention (https://github.com/fla-org/flash-linear-attention), if that
-package is installed and, on this device and for the shapes at hand, right and faster than our own kernel.
+"""Delta rules of prompts by flash-linear-attention (https://github.com/fla-org/flash-linear-attention), if that package
+is installed and, on this device and for these shapes, both correct and faster than our own kernel.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _Piece:
 
 class DeltaRule:
     """`delta_rule.gated_delta_rule` of a model in `dtype`, 16 bits, for steps without stages: `own`, or the package for
-    prompts from the length on at which it is faster. The first prompt of a shape measures both; when a server starts,
-    that is the one that measures memory.
+    prompts from the length on at which it is faster. The first prompt of a shape measures both; at a server's start,
+    that is the prompt that measures memory.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ def _call(
     starts: torch.Tensor,
     host_starts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the package's kernel: results `[T, H, Dv]` float32 and the new states `[N, H, Dk, Dv]` float32."""
+    """Call the package's kernel. Returns results `[T, H, Dv]` float32 and the new states `[N, H, Dk, Dv]` float32."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
 

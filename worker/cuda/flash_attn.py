@@ -25,7 +25,7 @@ _TILE_Q, _TILE_K, _MAX_SPLITS = 128, 128, 128  # for FA3: rows and keys of a pro
 
 
 def window_size(sliding_window: int | None) -> tuple[int, int]:
-    """FlashAttention's (left, right) window, which does not count the token itself."""
+    """Return FlashAttention's (left, right) window, which does not count the token itself."""
     return (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
 
 
@@ -47,6 +47,7 @@ _FORWARD = {
     "softcap",
     "scheduler_metadata",
     "num_splits",
+    "out",
 }
 _METADATA = {
     "cu_seqlens_q",
@@ -60,7 +61,9 @@ _METADATA = {
 
 
 def _operator(name: str, arguments: set[str]) -> Callable[..., Any] | None:
-    """FlashAttention 3's operator of that name, None if its package has not registered one that takes `arguments`."""
+    """Return FlashAttention 3's operator of that name, None if its package has not registered one that takes
+    `arguments`.
+    """
     operator = getattr(getattr(torch.ops.flash_attn_3, name, None), "default", None)
     taken = set() if operator is None else {argument.name for argument in operator._schema.arguments}
     return operator if arguments <= taken else None
@@ -102,8 +105,8 @@ def triton_decodes(q: torch.Tensor, num_kv_heads: int) -> bool:
     """Return whether the Triton kernel works and is faster for a step of one token per request, q `[T, num_heads,
     head_dim]`.
 
-    On an H200 (`benchmarks/gpu.py attention`) it is where its programs, one per request and KV head, fill the device
-    three times (1.1 x for requests of 1,100 tokens, 1.8 x for 128), and for heads of 64 (1.1 to 3 x). With fewer
+    On an H200 (`benchmarks/gpu.py attention`) it is faster where its programs, one per request and KV head, fill the
+    device three times (1.1 x for requests of 1,100 tokens, 1.8 x for 128), and for heads of 64 (1.1 to 3 x). With fewer
     programs, which split the keys, it takes up to 1.4 x of FlashAttention 3's time.
     """
     if q.device.type != "cuda" or triton_ops(q.device) is None:
@@ -112,9 +115,9 @@ def triton_decodes(q: torch.Tensor, num_kv_heads: int) -> bool:
 
 
 def num_key_splits(group: int, num_kv_heads: int, max_seq_len: int, num_sms: int = 132) -> int:
-    """Return the number of parts into which FA3 splits the keys of a decode step when it chooses itself: it decides on
-    the host and as if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms`
-    are the multiprocessors, 132 on H100 and H200.
+    """Return the number of parts into which FA3 splits the keys of a decode step by default. It decides on the host, as
+    if the batch had one request, of `num_kv_heads` KV heads with `group` query heads each. `num_sms` is the number of
+    multiprocessors, 132 on H100 and H200.
     """
     programs, tiles = num_kv_heads * -(-group // _TILE_Q), -(-max_seq_len // _TILE_K)
     if programs >= 0.8 * num_sms or tiles <= 4:
@@ -143,7 +146,7 @@ class FlashAttention3(_FlashAttention):
 
     Steps of many requests with one token each are left to the Triton kernel (`triton_decodes`).
 
-    An FP8 cache with the scales of a checkpoint is multiplied as it is, by queries that are rounded to FP8 with one
+    An FP8 cache with the scales of a checkpoint is multiplied directly, by queries that are rounded to FP8 with one
     scale per KV head and step. Scales per token are left to the other backends.
     """
 
@@ -153,7 +156,7 @@ class FlashAttention3(_FlashAttention):
 
     @classmethod
     def workspace(cls, spec: AttentionSpec, num_reqs: int, max_seq_len: int) -> int:
-        """Return the float32 results of each part of the keys, which FA3 allocates for all requests."""
+        """Return bytes of the float32 results of each part of the keys, which FA3 allocates for all requests."""
         splits = num_key_splits(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, max_seq_len)
         return splits * num_reqs * spec.num_heads * (spec.v_dim + 1) * 4 if splits > 1 else 0
 
@@ -184,7 +187,7 @@ class FlashAttention3(_FlashAttention):
         return self._call(call, descales).to(q.dtype)
 
     def library(self, call: AttentionCall) -> torch.Tensor:
-        """FlashAttention 3 itself, over a cache that is not in 8 bits."""
+        """Call FlashAttention 3 itself, over a cache that is not in 8 bits."""
         return self._call(call, {})
 
     def _call(self, call: AttentionCall, descales: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -207,6 +210,7 @@ class FlashAttention3(_FlashAttention):
             softcap=call.soft_cap or 0.0,
             scheduler_metadata=self._scheduler_metadata(call),
             num_splits=0,
+            out=None if descales else call.out,
             **descales,
         )[0]
 
@@ -262,7 +266,7 @@ class FlashAttention3(_FlashAttention):
 def in_fp8(
     q: torch.Tensor, k_cache: ScaledCache, v_cache: ScaledCache, num_requests: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(q `[T, num_heads, D]` in e4m3, the scales `[R, num_kv_heads]` of q, k and v by the operator's names)."""
+    """Return (q `[T, num_heads, D]` in e4m3, the scales `[R, num_kv_heads]` of q, k and v by the operator's names)."""
     num_kv_heads = k_cache.shape[2]
     grouped = q.unflatten(1, (num_kv_heads, -1))
     scale, inverse = scale_of(grouped.movedim(1, 0).flatten(1), FP8)  # for each KV head

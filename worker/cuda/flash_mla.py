@@ -25,7 +25,7 @@ class _LatentBackend(TritonPagedBackend):
 
     module_name: ClassVar[str]
     function: ClassVar[str]
-    arguments: ClassVar[frozenset[str]]  # that the function must take
+    arguments: ClassVar[frozenset[str]]  # required parameters of the function
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -111,7 +111,7 @@ class FlashMLA(_LatentBackend):
         return out.squeeze(1)
 
     def _distribution(self, meta: AttentionMetadata, num_heads: int) -> Any:
-        """(tile scheduler metadata, number of splits) of this step."""
+        """Return (tile scheduler metadata, number of splits) of this step."""
         if num_heads not in meta.extra:
             # the queries of all heads share the one KV head
             meta.extra[num_heads] = self._module.get_mla_metadata(meta.seq_lens, num_heads, 1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +25,42 @@ if TYPE_CHECKING:
     from quire.worker.layers.moe import ListedExperts
 
 logger = logging.getLogger(__name__)
+
+# kernels that an image brings (`python -m tools.compile_kernels --cache`)
+BAKED = Path(sys.prefix, "share", "quire", "triton")
+
+
+def keep_compiled() -> None:
+    """Keep compiled kernels for later starts in folders of $QUIRE_CACHE, by default ~/.cache/quire, unless the
+    libraries' own variables name others. They distinguish kernels by source, variant, compute capability and compiler;
+    none depends on the driver.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = os.environ.get("QUIRE_CACHE") or os.path.join(home, "quire")
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(root, "triton"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.join(root, "flash_attn_4"))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    link_baked(BAKED, Path(os.environ["TRITON_CACHE_DIR"]))
+
+
+def link_baked(baked: Path, kept: Path) -> None:
+    """Link the kernels in the folder `baked`, one folder each, that the cache in `kept` lacks. An image may hold them:
+    its cache is a volume, which hides the image's files.
+    """
+    if not baked.is_dir():
+        return
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        for kernel in baked.iterdir():
+            place = kept / kernel.name
+            if place.is_symlink() and not place.exists():  # of an older image
+                place.unlink()
+            if not place.exists():
+                place.symlink_to(kernel)
+    except FileExistsError:  # another rank was faster
+        return link_baked(baked, kept)
+    except OSError as error:
+        logger.warning("compiled kernels in %s are not used: %s", baked, error)
 
 
 @cache
@@ -54,8 +93,10 @@ class TritonOps(Ops):
             triton_bitmask,
             triton_experts,
             triton_lora,
+            triton_mla,
             triton_routing,
             triton_sampler,
+            triton_state_rows,
             triton_states,
             triton_step,
         )
@@ -71,6 +112,10 @@ class TritonOps(Ops):
         self.causal_conv, self.selective_scan = triton_states.causal_conv, triton_states.selective_scan
         self.gated_delta_rule = triton_states.gated_delta_rule
         self.linear_attention = triton_states.linear_attention
+        self.write_latents, self.rotate_tails = triton_mla.write_latents, triton_mla.rotate_tails
+        self.delta_inputs, self.gated_norm = triton_state_rows.delta_inputs, triton_state_rows.gated_norm
+        self.state_norm, self.l2_norm = triton_state_rows.state_norm, triton_state_rows.l2_norm
+        self.square_sums = triton_state_rows.square_sums
         self._multiplies_floats8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
         self.silu_and_mul, self.qk_norm_rope_write = kernels.silu_and_mul, kernels.qk_norm_rope_write
 
@@ -80,7 +125,7 @@ class TritonOps(Ops):
 
         rule = triton_states.gated_delta_rule
         if dtype != torch.float32 and find_spec("fla") is not None:
-            rule = by_stages(0, 1, 2, 3, 4)(fla.DeltaRule(rule, dtype))
+            rule = by_stages(0, 1, 2, 3, 4, like=2)(fla.DeltaRule(rule, dtype))
         self.gated_delta_rule = rule
 
     def quantize_weight(self, layer: Linear, bits: int, group: int) -> LinearMethod:

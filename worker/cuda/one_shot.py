@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
-_MOST = 2 << 20  # bytes that all ranks together read of one rank
-_TYPES = (torch.bfloat16, torch.float32)  # that torch sums
+_MOST = 2 << 20  # bytes that all ranks together read from one rank
+_TYPES = (torch.bfloat16, torch.float32)  # dtypes that torch sums
 _ALIGNED = 16
 
 
 class Library(Protocol):
-    """The part of torch that is used; a test has another."""
+    """The part of torch that `OneShot` uses; tests replace it."""
 
     def empty(self, num_bytes: int, device: torch.device) -> torch.Tensor: ...
 
@@ -69,7 +69,7 @@ class OneShot:
         self._library.rendezvous(self._buffer, group)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return whether to sum x here: the same on all ranks, whose tensors have one shape and dtype."""
+        """Return whether to sum x here: the same on all ranks, whose tensors agree in shape and dtype."""
         fits = 0 < x.nbytes <= self.most and x.nbytes % _ALIGNED == 0
         return fits and x.dtype in _TYPES and x.is_contiguous()
 

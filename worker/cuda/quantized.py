@@ -45,6 +45,10 @@ class TritonGroups(LinearMethod):
         self.half: int | None = None  # for the tiles
         self.fits_tiles = groups.bits == 4
 
+    def fix_order(self) -> None:
+        """Multiply each row in one order from now on, whatever the number of rows."""
+        self.fixed_order, self.rounding = True, None
+
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         if self.fits_tiles and self.half is None:
             self._bring_into_tiles(layer)
@@ -52,6 +56,8 @@ class TritonGroups(LinearMethod):
         multiply, dequantize = multiply_groups, dequantize_groups
         if self.half is not None:
             multiply, dequantize = multiply_tiles, dequantize_tiles
+        if self.fixed_order:
+            return multiply(x, weight, layer.bias, fixed_order=True)
         if len(x) <= MANY_ROWS or x.element_size() > 2:
             return multiply(x, weight, layer.bias)
         out = x.new_empty(len(x), layer.out_features)
@@ -100,7 +106,7 @@ class TritonGroups(LinearMethod):
 
 
 def _by_group(table: torch.Tensor) -> torch.Tensor:
-    """Return the same `[n, groups]`, of which the entries of a group are neighbours in memory."""
+    """Return the same `[n, groups]`, with the entries of a group contiguous in memory."""
     return _contiguous(table.T).T
 
 
@@ -111,7 +117,7 @@ def _contiguous(table: torch.Tensor) -> torch.Tensor:
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
-    """Return the same scales in 16 bits, if one of the two types has all of them."""
+    """Return the same scales in 16 bits, if one of the two types holds them exactly."""
     for dtype in (torch.float16, torch.bfloat16):
         if scales.element_size() > 2 and torch.equal((narrow := scales.to(dtype)).to(scales.dtype), scales):
             return narrow.contiguous()
@@ -126,7 +132,7 @@ class Float8Channels(TritonGroups):
     rounding = Rounding()
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        if len(x) < LEAST_ROWS:
+        if len(x) < LEAST_ROWS or self.fixed_order:
             return super().apply(layer, x)
         rounded = attached(x, self.rounding) or round_rows(x if x.stride(1) == 1 else x.contiguous(), self.rounding)
         return self.multiply(layer, rounded, x.dtype)
@@ -173,9 +179,13 @@ class TritonBlocks(PlainBlocks):
     def finalize(self, layer: Linear) -> None:
         pass
 
+    def fix_order(self) -> None:
+        """See `TritonGroups.fix_order`."""
+        self.fixed_order = True
+
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         x, out, first = x if x.stride(1) == 1 else x.contiguous(), x.new_empty(len(x), layer.out_features), 0
-        many = len(x) > MANY_ROWS and x.element_size() == 2
+        many = len(x) > MANY_ROWS and x.element_size() == 2 and not self.fixed_order
         for part in self.parts:
             last = first + len(part.blocks)
             bias = None if layer.bias is None else layer.bias[first:last]
@@ -183,7 +193,7 @@ class TritonBlocks(PlainBlocks):
                 dequantize = partial(dequantize_blocks, part.blocks, part.type)
                 multiply_dequantized(x, len(part.blocks), dequantize, out[:, first:last], bias)
             else:
-                multiply_blocks(x, part.blocks, part.type, out, first, bias)
+                multiply_blocks(x, part.blocks, part.type, out, first, bias, fixed_order=self.fixed_order)
             first = last
         out[:, first:] = 0  # rows that pad the vocabulary
         return out

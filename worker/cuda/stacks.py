@@ -22,34 +22,35 @@ if TYPE_CHECKING:
 
 def grouped_experts(experts: ListedExperts, multiplies_floats8: bool = False) -> Callable[..., torch.Tensor] | None:
     """Return the experts as one call, or None if their weights are not all alike. The layers' weights become views of
-    the stacks. `multiplies_floats8`: the device does.
+    the stacks. `multiplies_floats8`: the device multiplies 8-bit floats.
     """
     listed = list(experts.experts.values())
     gate_up, down = [one.gate_up_proj for one in listed], [one.down_proj for one in listed]
-    if not (_alike(gate_up) and _alike(down)):
+    if not (_are_stackable(gate_up) and _are_stackable(down)):
         return None
     stacks = [_stack(layers) for layers in (gate_up, down)]
     biases = [_stack_biases(layers) for layers in (gate_up, down)]
     rounds = multiplies_floats8 and all(map(triton_experts_fp8.fits, stacks)) and biases == [None, None]
+    rounds = rounds and not experts.fixed_order
     if rounds:
         experts.rounding = triton_experts_fp8.ROUNDING
     return partial(
         _run, rounds=rounds, stacks=stacks, biases=biases, activation=gate_up[0].gated, first=experts.local.start,
-        weigh_inputs=experts.weigh_inputs,
+        weigh_inputs=experts.weigh_inputs, fixed_order=experts.fixed_order,
     )  # fmt: skip
 
 
-def _run(x, weights, ids, rounds, stacks, biases, activation, first, weigh_inputs) -> torch.Tensor:
+def _run(x, weights, ids, rounds, stacks, biases, activation, first, weigh_inputs, fixed_order) -> torch.Tensor:
     if rounds and triton_experts_fp8.are_many(ids.numel(), len(stacks[0].values)):
         return triton_experts_fp8.fused_experts(x, weights, ids, *stacks, activation, first, weigh_inputs)
-    return fused_experts(x, weights, ids, *stacks, *biases, activation, first, weigh_inputs)
+    return fused_experts(x, weights, ids, *stacks, *biases, activation, first, weigh_inputs, fixed_order)
 
 
 def _method(layer: Linear) -> object:
     return layer.method.method if isinstance(layer.method, Reordered) else layer.method
 
 
-def _alike(layers: Sequence[Linear]) -> bool:
+def _are_stackable(layers: Sequence[Linear]) -> bool:
     """Return whether the weights of the layers can be stacked."""
     return len({_kind(layer) for layer in layers}) == 1 and _kind(layers[0]) is not None
 

@@ -26,6 +26,7 @@ class TritonPagedBackend(AttentionBackend):
     name = "triton_paged"
     default_block_size = 16
     graph_safe = True
+    fixed_order = False  # whether a token's sums have one order
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -54,5 +55,15 @@ class TritonPagedBackend(AttentionBackend):
         k_cache, v_cache, meta = call.k_cache, call.v_cache, call.meta
         if is_latent(k_cache, v_cache):
             requests = meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len
-            return latent_attention(call.q, k_cache, v_cache.shape[3], *requests, call.scale)
-        return triton_paged.attend(call)
+            sizes = {"fixed_order": self.fixed_order}
+            return latent_attention(call.q, k_cache, v_cache.shape[3], *requests, call.scale, **sizes)
+        return triton_paged.attend(call, self.fixed_order)
+
+
+class TritonFixedBackend(TritonPagedBackend):
+    """The same kernels with tiles of one size, without splits: a token's result has the same bits in any batch, whether
+    it is computed in a chunk of a prompt or by itself.
+    """
+
+    name = "triton_fixed"
+    fixed_order = True

@@ -19,7 +19,7 @@ except ImportError:  # before torch 2.10
 
 
 class TorchVarlenAttention(AttentionBackend):
-    """Depends on torch only. The block size is a multiple of 256 tokens."""
+    """The backend that depends on torch only. The block size is a multiple of 256 tokens."""
 
     name = "torch_varlen"
     default_block_size = 256

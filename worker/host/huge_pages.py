@@ -84,7 +84,7 @@ def discard(address: int, size: int) -> None:
 
 
 def drop_mapped(tensor: torch.Tensor) -> None:
-    """Let go of the whole pages of a tensor that is a view of a mapped file and was not written to: they are read again
+    """Drop the whole pages of a tensor that is a view of a mapped file and was not written to: they are read again
     from the file when they are needed.
     """
     end = tensor.data_ptr() + tensor.nbytes

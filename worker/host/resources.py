@@ -12,7 +12,7 @@ from quire.configs import platforms
 
 
 def memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """(total, available) bytes of RAM for this process: the machine's, or less if a control group limits it.
+    """Return (total, available) bytes of RAM for this process: the machine's, or less if a control group limits it.
 
     Page cache that the kernel can drop counts as available.
     """
@@ -58,7 +58,9 @@ def _machine_memory(proc: Path) -> tuple[int, int]:
 
 
 def _cgroup_memory(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of each limiting group, from this process's group up to the root."""
+    """Return (limit, bytes in use that cannot be dropped) of each limiting group, from this process's group up to the
+    root.
+    """
     limits = []
     for folder in _folders(proc, cgroup, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")

@@ -1,4 +1,4 @@
-"""Encodes images and keeps their embeddings, as the engine's `EncoderCache` counts."""
+"""Encode images and keep their embeddings, as the engine's `EncoderCache` accounts for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Features = dict[str, torch.Tensor]
 
 
 class ImageEncoder:
-    """`embeddings` holds what `tower` made of each image, by key."""
+    """The encoder cache of a worker: `embeddings` holds the result of `tower` for each image, by key."""
 
     def __init__(self, tower: VisionTower, platform: Platform) -> None:
         self.tower, self.platform = tower, platform
@@ -35,10 +35,12 @@ class ImageEncoder:
         for item in items:
             try:
                 readable.append((item, self._read(item)))
-            except Exception as error:  # whatever is wrong with the file, it is the fault of this image
+            except Exception as error:  # any error in the file concerns this image only
                 errors[item.key] = _describe(item, "read", error)
         if not readable:
             return errors
+        if self.tower.one_by_one:
+            return errors | self._encode_alone(readable)
         try:
             self._encode(readable)
         except Exception as error:
@@ -48,7 +50,12 @@ class ImageEncoder:
         else:
             return errors
         self.platform.release_memory()
-        for one in readable:
+        return errors | self._encode_alone(readable)
+
+    def _encode_alone(self, images: Sequence[tuple[MediaItem, Features]]) -> dict[str, str]:
+        """Encode one image after another. Returns the errors of those that failed."""
+        errors: dict[str, str] = {}
+        for one in images:
             try:
                 self._encode([one])
             except Exception as error:

@@ -23,7 +23,7 @@ class Image:
 
     @property
     def end(self) -> int:
-        """Index after the span's last token."""
+        """Return the index after the span's last token."""
         return self.item.offset + self.item.length
 
     def runs(self) -> list[tuple[int, int]]:
@@ -102,7 +102,8 @@ class ImageRows:
 
 
 def _image(number: int, item: MediaItem, prompt: np.ndarray, vision: VisionSpec) -> Image:
-    places = item.offset + np.flatnonzero(prompt[item.offset : item.offset + item.length] == vision.image_token_id)
+    span = prompt[item.offset : item.offset + item.length]
+    places = item.offset + np.flatnonzero(np.isin(span, vision.placeholders))
     if len(places) != item.num_embeds:
         raise ValueError(f"image {number} has {item.num_embeds} embeddings, but {len(places)} placeholders")
     if vision.mrope and len(places) != item.length:
@@ -111,19 +112,22 @@ def _image(number: int, item: MediaItem, prompt: np.ndarray, vision: VisionSpec)
 
 
 def _axes(images: list[Image], num_tokens: int) -> tuple[np.ndarray, int]:
-    """(positions of a prompt's tokens, time, row and column, `[3, num_tokens]`; the shift of later tokens). Those of an
-    image start at the next position, and the text after it one beyond the longer side.
+    """Return (positions of a prompt's tokens, time, row and column, `[3, num_tokens]`; the shift of later tokens).
+    Those of an image start at the next position, and the text after it one beyond the largest; frames with a `time`
+    start with the first frame of their video.
 
     E.g. a, an image of 1 x 2 x 3, b: 0 1 1 1 1 1 1 4, 0 1 1 1 2 2 2 4, 0 1 2 3 1 2 3 4, and -4.
     """
     axes = np.empty((3, num_tokens), np.int64)
-    index = position = 0
+    index = position = start = 0
     for image in images:
-        offset = image.item.offset
-        axes[:, index:offset] = position + np.arange(offset - index)
-        position += offset - index
-        grid = image.item.grid
-        axes[:, offset : image.end] = position + np.indices(grid).reshape(3, -1)
-        index, position = image.end, position + max(grid[1:])
+        offset, time = image.item.offset, image.item.time
+        if time is None:
+            axes[:, index:offset] = position + np.arange(offset - index)
+            position = start = position + offset - index
+        places = start + np.indices(image.item.grid).reshape(3, -1)
+        places[0] += time or 0
+        axes[:, offset : image.end] = places
+        index, position = image.end, max(position, int(places.max()) + 1)
     axes[:, index:] = position + np.arange(num_tokens - index)
     return axes, position - index

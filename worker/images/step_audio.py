@@ -32,15 +32,16 @@ class AudioRows:
         self.rows.pop(row, None)
 
     def beginning(self, step: StepInput) -> list[tuple[int, MediaItem | None, np.ndarray]]:
-        """(batch position, audio, slots) of the requests whose first token a step computes."""
+        """Return (batch position, audio, slots) of the requests whose first token a step computes."""
         starting = [(i, row) for i, (row, computed) in enumerate(zip(step.rows, step.num_computed)) if not computed]
         return [(i, *self.rows[row]) for i, row in starting if row in self.rows]
 
 
 class StepAudio(StepImages):
-    """Hands the encoder's output of the requests that begin in a step to the layers, which keep its keys and values.
+    """Passes the encoder's output of requests that begin in a step to the layers, which keep its keys and values.
 
-    A request without audio (the warm-up) attends to the keys and values of zeros: its blocks may hold others' audio.
+    A request without audio (the warm-up) attends to the keys and values of zeros, because its blocks may hold another
+    request's audio.
     """
 
     def __init__(self, model: CausalLM, table: RequestTable, platform: Platform, stage: SingleStage) -> None:

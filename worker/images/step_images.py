@@ -39,7 +39,7 @@ class StepImages:
         return ImageRows(self.vision)
 
     def encode(self, step: StepInput) -> None:
-        """Drop and encode images as the step says, before `prepare`."""
+        """Drop and encode images as `step` asks, before `prepare`."""
         for key in step.evict:
             self.failed.pop(key, None)
         if self.encoder is not None:
@@ -52,7 +52,7 @@ class StepImages:
 
     def _agree(self, step: StepInput, errors: dict[str, str]) -> None:
         """Let an image fail on all ranks if it failed on one: the ranks must compute the same, and the last stage
-        answers. Only with several ranks the host waits here for the device.
+        answers. The host waits for the device here only with several ranks.
         """
         self.failed |= errors
         if self.group.size == 1 and self.stage.first and self.stage.last:
@@ -60,12 +60,12 @@ class StepImages:
         flags = torch.tensor([item.key in errors for item in step.encode], dtype=torch.int32).to(self.platform.device)
         if self.encoder is not None:
             flags = self.group.all_reduce(flags)
-        for item, failed in zip(step.encode, self.stage.tell_last(flags).tolist()):
+        for item, failed in zip(step.encode, self.stage.send_to_last(flags).tolist()):
             if failed:
                 self.failed.setdefault(item.key, "it could not be read or encoded on another rank; see the log")
 
     def errors(self, step: StepInput) -> dict[int, str]:
-        """Errors of the requests, by batch position, whose chunks overlap an image that could not be encoded."""
+        """Return errors of the requests, by batch position, whose chunks overlap an image that could not be encoded."""
         if not self.failed:
             return {}
         image = "the audio" if self.vision.audio else "image {} of the prompt"

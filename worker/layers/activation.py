@@ -39,12 +39,12 @@ GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def silu_of_bounded(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    """SwiGLU of inputs bounded by `limit` (GLM-5-next)."""
+    """Return SwiGLU of inputs bounded by `limit` (GLM-5-next)."""
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 def bounded_silu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    """SwiGLU whose factors are bounded by `limit` (Step 3.5)."""
+    """Return SwiGLU whose factors are bounded by `limit` (Step 3.5)."""
     return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
@@ -60,7 +60,7 @@ def gated(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 (https://arxiv.org/abs/2109.08668)."""
+    """Return relu(x)^2 (https://arxiv.org/abs/2109.08668)."""
     return F.relu(x).square()
 
 

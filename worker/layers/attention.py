@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.sinks = sinks  # [num_heads], see `AttentionCall`
         self.kv_from = kv_from  # the layer whose cache this one reads
         self.chunk = chunk  # size of the chunks to which attention is confined (`attention/chunked.py`)
-        self.output_window = output_window  # see `LayerSpec`; heeded by `attention/output_window.py`
+        self.output_window = output_window  # see `LayerSpec`; applied by `attention/output_window.py`
         self.cross_length = cross_length  # positions of an encoder's output; 0: it attends to tokens
         self.scale = head_dim**-0.5 if scale is None else scale
         self.sliding_window, self.soft_cap, self.layer_index = sliding_window, soft_cap, layer_index

@@ -77,14 +77,14 @@ class CompressedKeys(Attention):
 
 @dataclass(slots=True)
 class Queries:
-    """Queries of a step, and what the index needs to choose their compressed keys."""
+    """Queries of a step, and the inputs that the index needs to choose their compressed keys."""
 
     q: torch.Tensor  # [T, H, D]
     index_q: torch.Tensor | None = None  # [T, index heads, I]
     index_weights: torch.Tensor | None = None  # [T, index heads] float32
 
-    def of(self, tokens: torch.Tensor) -> Queries:
-        """Return those of `tokens` `[B, Q]`, each tensor `[B, Q, ..]`."""
+    def select(self, tokens: torch.Tensor) -> Queries:
+        """Return the queries of `tokens` `[B, Q]`, each tensor `[B, Q, ..]`."""
         return Queries(*(x if x is None else x[tokens] for x in (self.q, self.index_q, self.index_weights)))
 
 
@@ -105,7 +105,7 @@ def attend(
         seen = first + torch.arange(window.sliding_window + tokens.shape[1] - 1, device=at.device)  # [B, K]
         visible = (seen[:, None] <= at[..., None]) & (seen[:, None] > at[..., None] - window.sliding_window)
         seen = torch.where(seen <= at[:, -1:], seen, -1)
-        own, keys = queries.of(tokens), window.rows(meta, request, seen)
+        own, keys = queries.select(tokens), window.rows(meta, request, seen)
         parts = [(keys[:, None], visible & (seen[:, None] >= 0))]
         if compressed is not None and longest >= sizes.rate:
             size = window.k_cache.shape[1]

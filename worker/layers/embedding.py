@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.host.huge_pages import Workspace
+from quire.worker.layers.argmax import ArgmaxScreen
 from quire.worker.layers.linear import (
     PLAIN,
     PLAIN_WEIGHTS,
@@ -21,6 +22,7 @@ from quire.worker.layers.linear import (
     PlainLinear,
     WeightFormat,
     empty_parameter,
+    product,
 )
 from quire.worker.parallel import tp
 
@@ -31,8 +33,8 @@ class ArgmaxPrefilter(Protocol):
     data: torch.Tensor  # data in addition to the head's weight
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """argmax of each row of the logits of x `[S, H]`, int64 `[S]`, or None if computing all logits is faster for
-        this x.
+        """Return argmax of each row of the logits of x `[S, H]`, int64 `[S]`, or None if computing all logits is faster
+        for this x.
         """
 
 
@@ -76,6 +78,9 @@ class _SharedTable(LinearMethod):
 
     def apply_float32(self, layer: Linear, x: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         return self.table.method.apply_float32(self.table, x, workspace)
+
+    def dense_weight(self, layer: Linear) -> torch.Tensor | None:
+        return self.table.method.dense_weight(self.table)
 
     def num_bytes(self, layer: Linear) -> int:
         return 0
@@ -128,7 +133,9 @@ class WholeEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Maps positions `[T]` to learned embeddings `[T, hidden_size]`; row `offset` is position 0. Every rank has all."""
+    """Maps positions `[T]` to learned embeddings `[T, hidden_size]`; row `offset` is position 0. Replicated on all
+    ranks.
+    """
 
     def __init__(self, size: int, hidden_size: int, offset: int):
         super().__init__()
@@ -162,6 +169,7 @@ class ParallelLMHead(Linear):
         super().__init__(hidden_size, rows, False, method, weight=tied_to.weight if tied_to else None)
         self._tied_to = [tied_to] if tied_to else []  # in a list, so that it is not registered as a submodule
         self.prefilter: ArgmaxPrefilter | None = None
+        self.screen: ArgmaxScreen | None = None  # replaces `prefilter` where torch multiplies
         if tied_to is None and self.weight is not None:
             _zero_padding(self.weight, self._parts)
 
@@ -170,6 +178,7 @@ class ParallelLMHead(Linear):
 
     def finalize(self) -> None:
         super().finalize()
+        self.screen = None
         if self.ops and self.prefilter is None and self.group.size == 1:
             self.prefilter = self.ops.argmax_prefilter(self)
             self.register_buffer("prefilter_data", self.prefilter and self.prefilter.data, persistent=False)
@@ -198,5 +207,11 @@ class ParallelLMHead(Linear):
         self.group.all_gather(torch.full((num_rows, self.out_features), float("nan"), dtype=dtype, device=device))
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """argmax of each row of logits, int64 `[S]`, or None if computing all logits is faster."""
-        return self.prefilter.largest(x) if self.prefilter else None
+        """Return argmax of each row of logits, int64 `[S]`, or None if computing all logits is faster."""
+        if self.prefilter is not None:
+            return self.prefilter.largest(x)
+        if self.group.size > 1 or (weight := self.method.dense_weight(self)) is None:
+            return None
+        if self.screen is None:
+            self.screen = ArgmaxScreen(weight, product)
+        return self.screen.largest(x)

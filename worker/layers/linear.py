@@ -100,24 +100,23 @@ _PIECE = 1 << 22  # elements of a weight that are upcast at a time: 16 MiB
 
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies matrices of `dtype` on this CPU.
+    """Return whether oneDNN multiplies matrices of `dtype` by instructions of this CPU.
 
-    If it does not, torch's own loops take five times as long as a float32 matmul.
+    If it does not, its products with AVX-512, and torch's own loops, take up to five times as long as float32's.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return True
     if not torch.backends.mkldnn.is_available():
         return False
-    return (
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if dtype == torch.bfloat16
-        else torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    )
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    converts = torch.backends.cpu.get_cpu_capability().startswith("AVX") and not torch.cpu._is_avx512_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not converts
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` of x `[T, in_features]`, `weight` `[out_features, in_features]` and `bias` `[out_features]`, all of
-    one dtype, on the fastest path of the CPU.
+    """Return `F.linear` of x `[T, in_features]`, `weight` `[out_features, in_features]` and `bias` `[out_features]`,
+    all of one dtype, on the fastest path of the CPU.
     """
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
@@ -159,21 +158,27 @@ class LinearMethod:
         return self.apply(layer, x).float()
 
     def apply_gated(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by a layer with a gated activation and apply that: `[T, out_features / 2]`."""
+        """Multiply by a layer with a gated activation and apply the activation: `[T, out_features / 2]`."""
         return layer.activate(self.apply(layer, x))
 
     def apply_halves(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by a layer with a gated activation without applying that: `[T, out_features]`, of x's dtype or in
-        float32.
+        """Multiply by a layer with a gated activation without applying the activation: `[T, out_features]`, of x's
+        dtype or in float32.
         """
         return self.apply(layer, x)
+
+    def dense_weight(self, layer: Linear) -> torch.Tensor | None:
+        """Return the weight `[out_features, in_features]` by which `apply` multiplies one row, with `product`, or None
+        if there is no such tensor.
+        """
+        return None
 
     def num_bytes(self, layer: Linear) -> int:
         """Return bytes of the weights of `layer` once they are loaded."""
         return sum(parameter.nbytes for parameter in layer.parameters(recurse=False))
 
     def finalize(self, layer: Linear) -> None:
-        """Called when the weights are loaded, and again when faster kernels become available.
+        """Prepare the weights once they are loaded, and again when faster kernels become available.
 
         May repack the weights or give the layer another method.
         """
@@ -188,13 +193,16 @@ class PlainLinear(LinearMethod):
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return product(x, layer.weight, layer.bias)
 
+    def dense_weight(self, layer: Linear) -> torch.Tensor | None:
+        return layer.weight
+
     def finalize(self, layer: Linear) -> None:
         if layer.ops and (method := layer.ops.linear_method(layer)):
             layer.method = method
 
 
 class MatrixLinear(PlainLinear):
-    """A weight that stays a matrix, because others than the layer multiply by it."""
+    """A weight that stays a matrix, because other code multiplies by it, too."""
 
     fixed_order = True  # no product of its own
 
@@ -242,7 +250,7 @@ class Linear(nn.Module):
     """
 
     gated: str | None = None  # a key of `activation.GATED`: the activation that `LinearMethod.apply_gated` applies
-    takes_adapters: ClassVar[bool] = True  # whether `forward` adds what LoRA adapters say
+    takes_adapters: ClassVar[bool] = True  # whether `forward` adds the products of LoRA adapters
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, method: LinearMethod, weight: nn.Parameter | None = None
@@ -322,6 +330,12 @@ class ColumnParallelLinear(Linear):
         ]
 
 
+def whole(in_features: int, out_features: int, prefix: str, weights: WeightFormat) -> ColumnParallelLinear:
+    """Return a projection without bias, all of it on every rank."""
+    shard = Shard(prefix, out_features, 0, out_features)
+    return ColumnParallelLinear(in_features, [shard], False, weights.linear(prefix))
+
+
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several projections of the same input, each to `size` outputs, as one matmul. The outputs are concatenated in the
     order of `names`. With `fused` the checkpoint holds them as one tensor of that name.
@@ -376,7 +390,7 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
             self.activate = ops.silu_and_mul
 
     def round_for(self, product: Linear) -> None:
-        """Let the activation attach its result in 8 bits if `product`, which reads it, takes it so."""
+        """Let the activation attach its result in 8 bits if `product`, which reads it, takes that form."""
         if self.gated == "silu" and product.method.rounding is not None:
             self.activate = partial(self.activate, rounding=product.method.rounding)
 

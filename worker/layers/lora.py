@@ -80,8 +80,8 @@ class StepLora:
 
 
 def add_lora(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_order: bool = False) -> None:
-    """Add to `out` `[T, out]`, a layer's product of x `[T, in]` or that in float32, the adapters' products. Sums are
-    float32; with `fixed_order` those of a row have one order, whatever the other rows.
+    """Add the adapters' products to `out` `[T, out]`, a layer's product of x `[T, in]`, in x's dtype or float32. Sums
+    are float32; with `fixed_order` a row's sums have one order, whatever the other rows.
     """
     multiply = _one_by_one if fixed_order else _matmul
     for rows, weights in groups:
@@ -97,7 +97,9 @@ def add_lora(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_
 
 
 class LinearLora:
-    """The adapters of one linear layer, by key. The layer is `num_modules` of a checkpoint, in `num_parts`."""
+    """The adapters of one linear layer, by key. The layer combines `num_modules` modules of a checkpoint, in
+    `num_parts` parts.
+    """
 
     def __init__(self, step: StepLora, num_modules: int = 1, num_parts: int = 1):
         self.step, self.num_modules, self.num_parts = step, num_modules, num_parts
@@ -126,5 +128,5 @@ def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _one_by_one(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Every row by itself, so that the order of its sums does not depend on the number of rows."""
+    """Compute every row by itself, so that the order of its sums does not depend on the number of rows."""
     return torch.cat([torch.mv(weight, row)[None] for row in x.contiguous()])

@@ -82,7 +82,7 @@ class LoraSlots:
         of_step: Iterable[tuple[str, list[int], list[float]]],
         to_device: Callable[[np.ndarray], torch.Tensor],
     ) -> None:
-        """Say which of the `size` rows of the next replay use which adapter: (key, rows, scales)."""
+        """Set which of the `size` rows of the next replay use which adapter: (key, rows, scales)."""
         rows = np.zeros((len(self.keys), 3 + size), np.int64)
         scales = np.ones((len(self.keys), size), np.float32)
         rows[:, :2] = self._places
@@ -94,8 +94,8 @@ class LoraSlots:
 
 
 def add_lora_slots(x: torch.Tensor, out: torch.Tensor, slots: LoraSlots, layer: LayerSlots) -> None:
-    """Add to `out` `[T, out]`, a layer's product of x `[T, in]` or that in float32, the products of the slots'
-    adapters. Their rows are apart. Sums are float32.
+    """Add the products of the slots' adapters to `out` `[T, out]`, a layer's product of x `[T, in]`, in x's dtype or
+    float32. Slots share no rows. Sums are float32.
     """
     for row, scales, weights in zip(slots.rows, slots.scales, layer.weights):
         count = int(row[2])

@@ -51,7 +51,7 @@ HeadProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def multiply_heads(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x `[T, H, K]` times the matrix `[N, K]` of each head in `weights` `[H, N, K]`: `[T, H, N]`."""
+    """Return x `[T, H, K]` times the matrix `[N, K]` of each head in `weights` `[H, N, K]`: `[T, H, N]`."""
     return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
 
 
@@ -65,15 +65,18 @@ class LatentAttention(Attention):
         layer_index: int,
         scale: float,
         sinks: torch.nn.Parameter | None = None,
+        kv_from: int | None = None,
+        window: int | None = None,
     ):
-        super().__init__(num_heads, 1, sizes.width, layer_index, scale=scale, v_head_dim=sizes.rank, sinks=sinks)
+        heads = {"v_head_dim": sizes.rank, "sinks": sinks, "kv_from": kv_from, "sliding_window": window}
+        super().__init__(num_heads, 1, sizes.width, layer_index, scale=scale, **heads)
         self.sizes = sizes
         # W_k and W_v of absorbed tokens; with products of their own all tokens are absorbed
         self.to_latents: HeadProduct = multiply_heads
         self.to_values: HeadProduct = multiply_heads
 
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> Latent:
-        return Latent(self.sizes.width, self.sizes.rope_dim, itemsize, scale_bytes)
+        return Latent(self.sizes.width, self.sizes.rope_dim, itemsize, scale_bytes, self.sliding_window or 0)
 
     def write(self, latents: torch.Tensor, attn: AttentionMetadata) -> None:
         """Store latents `[T, R + P]` in their slots."""
@@ -90,7 +93,15 @@ class LatentAttention(Attention):
         """Attend with q_nope `[T, H, N]` and q_pe `[T, H, P]` to latents that are already in the cache. kv_b `[H * N +
         H * V, R]` is W_k of all heads, then W_v. Returns `[T, H * V]`.
         """
-        w_k, w_v = self.matrices(kv_b)
+
+        def attend(attn: AttentionMetadata, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+            return self._attend_in_parts(q_nope, q_pe, *self.matrices(kv_b), attn)
+
+        return attn.backend.apart(attend, attn, (self.num_heads * self.sizes.v_dim,), q_nope, q_pe)
+
+    def _attend_in_parts(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, attn: AttentionMetadata
+    ) -> torch.Tensor:
         out = q_nope.new_empty(len(q_nope), self.num_heads, self.sizes.v_dim)
         for part in self._parts(attn, q_nope.element_size()):
             q = q_nope[part.tokens], q_pe[part.tokens]
@@ -101,7 +112,7 @@ class LatentAttention(Attention):
         return out.flatten(1)
 
     def matrices(self, kv_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """W_k `[H, N, R]` and W_v `[H, V, R]` in kv_b."""
+        """Return W_k `[H, N, R]` and W_v `[H, V, R]` in kv_b."""
         num_keys = self.num_heads * self.sizes.nope_dim
         w_k = kv_b[:num_keys].unflatten(0, (self.num_heads, self.sizes.nope_dim))
         return w_k, kv_b[num_keys:].unflatten(0, (self.num_heads, self.sizes.v_dim))
@@ -118,7 +129,8 @@ class LatentAttention(Attention):
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_k: torch.Tensor, w_v: torch.Tensor, meta: AttentionMetadata
     ) -> torch.Tensor:
         q = torch.cat((self.to_latents(q_nope, w_k.transpose(1, 2)), q_pe), -1)
-        attended = meta.backend.forward(q, self.k_cache, self.v_cache, meta, self.scale, sinks=self.sinks)
+        caches = self.k_cache, self.v_cache
+        attended = meta.backend.forward(q, *caches, meta, self.scale, self.sliding_window, sinks=self.sinks)
         return self.to_values(attended, w_v)
 
     def _expanded(
@@ -142,7 +154,8 @@ class LatentAttention(Attention):
             q = torch.cat((q_nope[:, heads], q_pe[:, heads]), -1)
             caches = (t.view(num_blocks, block_size, count, -1) for t in (k, v))
             sinks = None if self.sinks is None else self.sinks[heads]
-            out[:, heads] = part.meta.backend.forward(q, *caches, part.meta, self.scale, sinks=sinks)
+            window = self.sliding_window
+            out[:, heads] = part.meta.backend.forward(q, *caches, part.meta, self.scale, window, sinks=sinks)
         return out
 
     def _latents(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -159,7 +172,7 @@ class LatentAttention(Attention):
 
     def _heads_at_once(self, entry_bytes: int) -> int:
         """Return the number of heads whose keys and values fit into EXPANDED_BYTES; `entry_bytes` are those of one
-        entry of each token. It divides the number of heads, because a backend's data for a step depends on it.
+        entry of each token. The result divides the number of heads, because a backend's data for a step depends on it.
         """
         of_head = (self.sizes.nope_dim + self.sizes.rope_dim + self.sizes.v_dim) * entry_bytes
         divisors = (n for n in range(self.num_heads, 1, -1) if self.num_heads % n == 0)
@@ -195,7 +208,7 @@ def _split(
 
 
 def _groups(requests: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """`requests` in groups of at most `most` tokens, or of one request."""
+    """Yield `requests` in groups of at most `most` tokens, or of one request."""
     group: list[int] = []
     total = 0
     for i in requests:

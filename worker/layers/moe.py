@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer: many small MLPs, most of them gated, of which each token passes a few.
+"""The experts of a mixture-of-experts layer: many small MLPs, most of them gated, of which each token uses a few.
 
 Two forms hold them. `StackedExperts` has all of a rank's experts in two tensors, for grouped products on a GPU.
 `ListedExperts` has linear layers per expert, so that every format of weights works, and a checkpoint is packed or
@@ -99,8 +99,8 @@ class FusedParts:
         shape = (num, hidden, 2 * size) if transposed else (num, 2 * size, hidden)
         return self._gate_up("gate_up_proj", shape, expert, transposed)
 
-    def apart(self, expert: int) -> tuple[list[Part], list[Part]]:
-        """Return those of the gate and up, and of the down projection, if each of the three is a tensor of all
+    def stacked_parts(self, expert: int) -> tuple[list[Part], list[Part]]:
+        """Return the parts of the gate and up, and of the down projection, if each of the three is a tensor of all
         experts.
         """
         num, size, hidden = self.moe.routing.num_experts, self.moe.intermediate_size, self.hidden_size
@@ -177,7 +177,7 @@ class Expert(nn.Module):
     def also_fused(self, parts: FusedParts, expert: int) -> None:
         """Let the parameters also be loaded from tensors of all experts."""
         gate_up, down = self.gate_up_proj, self.down_proj
-        first, second = parts.apart(expert)
+        first, second = parts.stacked_parts(expert)
         if isinstance(gate_up.method, PlainLinear):
             give_other_parts(gate_up.weight, [*(parts.gate_up(expert, t) for t in forms(parts.moe)), first])
         if isinstance(down.method, PlainLinear):
@@ -223,7 +223,7 @@ def forms(moe: MoESpec) -> tuple[bool, bool]:
 
 
 def give_other_parts(parameter: nn.Parameter, others: list[list[Part]]) -> None:
-    """Other lists of parts that the parameter may have instead of `parts`; the files decide."""
+    """Give the parameter other lists of parts that may replace `parts`; the files decide."""
     parameter.other_parts = others
 
 
@@ -247,9 +247,10 @@ class ListedExperts(nn.Module):
         self._share = moe, hidden_size, *local_slice(moe)
         self.lora: ExpertsLora | None = None
         self.rounding: Rounding | None = None  # for the inputs that the packed experts take in 8 bits
+        self.fixed_order = False  # whether the packed experts' sums have one order
 
     def take_adapters(self, step: StepLora) -> ExpertsLora | None:
-        """Add the adapters' products in later steps. None: they are not supported for experts of this form."""
+        """Add the adapters' products in later steps. Returns None if experts of this form do not support them."""
         self.lora = _experts_lora(step, self.local, *self._share) if self.gated else None
         return self.lora
 
@@ -264,7 +265,7 @@ class ListedExperts(nn.Module):
         return self._native
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `run_experts`."""
+        """Return this rank's part of `run_experts`."""
         if self.lora is not None:
             adapted = getattr(self.packed(), "run_adapted", None)
             return run_mixed(x, weights, ids, self.lora, self._form(), self.weigh_inputs, self._run, adapted)
@@ -305,7 +306,7 @@ class StackedExperts(nn.Module):
         num, rows = len(self.local), 2 * self.length
         fused = FusedParts(moe, hidden_size, prefix, self.start, self.length)
         first, second = (
-            [*(_sided(parts, side) for side in forms(moe)), lambda expert, i=i: fused.apart(expert)[i]]
+            [*(_sided(parts, side) for side in forms(moe)), lambda expert, i=i: fused.stacked_parts(expert)[i]]
             for i, parts in enumerate((fused.gate_up, fused.down))
         )
         self.gate_up = self._parameter((num, rows, hidden_size), self._gate_up, first)
@@ -315,6 +316,7 @@ class StackedExperts(nn.Module):
             self.gate_up_bias = self._parameter((num, rows), fused.gate_up_bias, [])
             self.down_bias = self._parameter((num, hidden_size), fused.down_bias, [])
         self.run: Callable[..., torch.Tensor] | None = None
+        self.multiply: Callable[..., torch.Tensor] = F.linear  # by a single expert, of rows with adapters
         self.lora: ExpertsLora | None = None
         self._add_lora: Callable[..., None] | None = None
 
@@ -349,7 +351,7 @@ class StackedExperts(nn.Module):
         self.run, self._add_lora = ops.fused_experts, ops.add_lora
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `run_experts`."""
+        """Return this rank's part of `run_experts`."""
         if self.lora is not None:
             return run_mixed(x, weights, ids, self.lora, self._form(), self.moe.weigh_inputs, self._run)
         return self._run(x, weights, ids)
@@ -367,7 +369,7 @@ class StackedExperts(nn.Module):
     def _form(self) -> ExpertForm:
         def product(stack: torch.Tensor, biases: torch.Tensor | None) -> Callable[[int, torch.Tensor], torch.Tensor]:
             first = self.local.start
-            return lambda i, rows: F.linear(rows, stack[i - first], None if biases is None else biases[i - first])
+            return lambda i, rows: self.multiply(rows, stack[i - first], None if biases is None else biases[i - first])
 
         gate_up, down = product(self.gate_up, self.gate_up_bias), product(self.down, self._own_down_bias())
         return ExpertForm(gate_up, gated(self.moe.activation), down, self._add_lora)
@@ -394,8 +396,8 @@ def fused_experts(
     first: int = 0,
     weigh_inputs: bool = False,
 ) -> torch.Tensor:
-    """`run_experts` for the experts `first`, `first` + 1 ... with weights `[E, 2 I, H]` and `[E, H, I]` and biases `[E,
-    2 I]` and `[E, H]`; `activation` is a name of `activation.gated`.
+    """Compute `run_experts` for the experts `first`, `first` + 1 ... with weights `[E, 2 I, H]` and `[E, H, I]` and
+    biases `[E, 2 I]` and `[E, H]`; `activation` is a name of `activation.gated`.
     """
 
     def expert(i: int) -> Product:
@@ -410,7 +412,7 @@ def _one_expert(x, gate_up, down, gate_up_bias, down_bias, activate) -> torch.Te
 
 
 def make_experts(hidden_size: int, moe: MoESpec, prefix: str, weights: WeightFormat) -> ListedExperts | StackedExperts:
-    """This rank's experts of the layer whose experts' tensors are at `prefix`."""
+    """Return this rank's experts of the layer whose experts' tensors are at `prefix`."""
     plain = weights.linear(f"{prefix}.0.gate_up_proj") is PLAIN
     if plain and moe.gated and moe.activation in FUSED and torch.get_default_device().type != "cpu":
         return StackedExperts(hidden_size, moe, prefix)
@@ -424,7 +426,7 @@ def local_experts(moe: MoESpec) -> range:
 
 
 def local_slice(moe: MoESpec) -> tuple[int, int]:
-    """(first, number) of the intermediate entries of each expert on this rank."""
+    """Return (first, number) of the intermediate entries of each expert on this rank."""
     group = Group() if ep().size > 1 else tp()
     length = split_size("moe_intermediate_size", moe.intermediate_size, group)
     return group.rank * length, length

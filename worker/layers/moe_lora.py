@@ -53,7 +53,7 @@ class ExpertsLora:
 
     @property
     def width(self) -> int:
-        """Entries per rank of an adapter of all experts on this rank."""
+        """Return entries per LoRA rank of an adapter of all experts on this rank."""
         return sum(one.in_features + one.out_features for one in (*self.gate_up.values(), *self.down.values()))
 
     def groups(self, num_rows: int) -> list[LoraRows]:
@@ -72,7 +72,7 @@ class ExpertsLora:
         form: ExpertForm,
         weigh_inputs: bool,
     ) -> torch.Tensor:
-        """`moe.run_experts` of x `[T, H]` for the rows of `groups`; the results of other rows are 0."""
+        """Return `moe.run_experts` of x `[T, H]` for the rows of `groups`; the results of other rows are 0."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         scales = [_of_all_rows(rows, len(x)) for rows in groups]
         adapted = torch.stack(scales).isnan().all(0).logical_not()

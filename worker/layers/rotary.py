@@ -22,8 +22,8 @@ class RotaryEmbedding(nn.Module):
     row, sin in the second.
 
     The first `rotary_dim` / 2 pairs rotate; the others, whose angle is 0, keep their values (`views.RotaryRows` orders
-    the entries of a head in this way). `query_scale` `[max_positions]`, or None, holds factors of q. `axes` has the
-    axis by which each pair turns that rotates, of models whose positions have three.
+    the entries of a head in this way). `query_scale` `[max_positions]`, or None, holds factors of q. `axes` holds the
+    axis of each rotated pair, for models whose positions have three axes.
     """
 
     def __init__(
@@ -37,14 +37,23 @@ class RotaryEmbedding(nn.Module):
     ):
         super().__init__()
         inv_freq, magnitude = inverse_frequencies(rotary_dim or head_dim, theta, scaling, max_positions)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
-        kept = 0, head_dim // 2 - len(inv_freq)  # pairs that do not rotate
-        cos, sin = F.pad(angles.cos() * magnitude, kept, value=1.0), F.pad(angles.sin() * magnitude, kept)
-        self.register_buffer("cos_sin_cache", torch.cat((cos, sin), -1), persistent=False)
+        self.num_kept, self.magnitude = head_dim // 2 - len(inv_freq), magnitude
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("cos_sin_cache", self._tabulated(inv_freq, max_positions), persistent=False)
         self.register_buffer("query_scale", _query_scale(max_positions, scaling), persistent=False)
-        padded = [*axes, *[0] * kept[1]]
+        padded = [*axes, *[0] * self.num_kept]
         doubled = torch.tensor(padded * 2, dtype=torch.int64) if axes else None  # for cos and sin
         self.register_buffer("axes", doubled, persistent=False)
+
+    def _tabulated(self, inv_freq: torch.Tensor, max_positions: int) -> torch.Tensor:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=inv_freq.device), inv_freq)
+        kept = 0, self.num_kept  # pairs that do not rotate
+        cos, sin = F.pad(angles.cos() * self.magnitude, kept, value=1.0), F.pad(angles.sin() * self.magnitude, kept)
+        return torch.cat((cos, sin), -1)
+
+    def scale_frequencies(self, factors: torch.Tensor) -> None:
+        """Tabulate anew, with the frequencies times `factors`, one per pair that rotates, in the same memory."""
+        self.cos_sin_cache.copy_(self._tabulated(self.inv_freq * factors, len(self.cos_sin_cache)))
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation of tokens at `positions` `[T]`, or `[3, T]` on three axes (time, row, column)."""

@@ -1,5 +1,5 @@
-"""Inputs of products that are there in 8 bits, too: what feeds a product (a norm, an activation) rounds its result in
-the same pass and attaches it, and the product takes it from there.
+"""Inputs of products that also exist in 8 bits: the operation that feeds a product (a norm, an activation) rounds its
+result in the same pass and attaches the rounded form, which the product reads.
 
 The tensor itself stays whole, for everything else that reads it. A tensor made from it (some of its rows) has no
 rounding attached, and the product rounds it.
@@ -32,13 +32,13 @@ class Rounded:
 
 
 def attach(x: torch.Tensor, rounded: Rounded) -> torch.Tensor:
-    """x, which others may now read rounded."""
+    """Attach the rounded form to x, and return x."""
     x.rounded = rounded
     return x
 
 
 def attached(x: torch.Tensor, rounding: Rounding) -> Rounded | None:
-    """x as `rounding` says, if what made it has rounded it so."""
+    """Return the form of x attached for `rounding`, or None."""
     found = getattr(x, "rounded", None)
     return found if found is not None and found.rounding == rounding else None
 

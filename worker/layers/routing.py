@@ -1,4 +1,4 @@
-"""Chooses the experts of each token, by the formulas of the model families."""
+"""Choose the experts of each token, by the formulas of the model families."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _scores(spec: RoutingSpec, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _in_best_groups(spec: RoutingSpec, choice: torch.Tensor) -> torch.Tensor:
-    """`choice`, -inf for the experts outside the best groups."""
+    """Return `choice`, -inf for the experts outside the best groups."""
     groups = choice.unflatten(-1, (spec.num_groups, -1))
     best = groups.topk(spec.group_best, -1).values.sum(-1).topk(spec.top_groups, -1).indices
     outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)

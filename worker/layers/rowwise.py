@@ -1,7 +1,7 @@
 """Functions whose result for an element has the same bits wherever it stands in a tensor.
 
 torch computes the last elements of a tensor, or of a thread's part of it, without vector instructions, and its rsqrt,
-sigmoid, silu and softplus give other bits there. These are made of operations that do not: exp, log1p, sqrt and
+sigmoid, silu and softplus give other bits there. The functions here use operations that do not: exp, log1p, sqrt and
 reciprocal. Tensors are float32.
 """
 

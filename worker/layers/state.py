@@ -1,4 +1,4 @@
-"""The recurrent states of a layer, and how the tokens of a step pass them.
+"""The recurrent states of a layer, and how a step's tokens pass through them.
 
 A state has a fixed size per request. A step reads it from one page and writes it to another, or to the same
 (`engine/kv/manager.py`). Page 0 is the null page: a request without computed tokens reads it and begins with zeros
@@ -40,7 +40,7 @@ class RecurrentState(nn.Module):
         return State(self.shapes)
 
     def step(self, attn: tuple[AttentionMetadata, ...]) -> StateStep:
-        """Return how the tokens of the step pass this layer."""
+        """Return the pages and tokens of the step for this layer."""
         return attn[self.cache_group].extra
 
 
@@ -65,9 +65,9 @@ class StateStep:
     spans: list[Span]  # requests with several tokens
     # batch positions and tokens of the requests with one token, None: these are all
     ones: tuple[torch.Tensor, torch.Tensor] | None
-    # (indices of tokens, how they pass), one after another, of a step in which requests leave states between their
+    # (the tokens, how they pass), one after another, of a step in which requests leave states between their
     # tokens: before each draft, which may be rejected, and at the checkpoints of prompts.
-    stages: list[tuple[torch.Tensor, StateStep]] = field(default_factory=list)
+    stages: list[tuple[slice | torch.Tensor, StateStep]] = field(default_factory=list)
     prepared: dict[str, Any] = field(default_factory=dict)  # kept by kernels in this step for the other layers
 
     def advance(self, pages: torch.Tensor, one: OneToken, many: ManyTokens, *inputs: torch.Tensor) -> torch.Tensor:
@@ -98,8 +98,38 @@ class StateStep:
         return states.masked_fill_(fresh.view(-1, *[1] * (states.dim() - 1)), 0.0)
 
 
+class PieceEnd:
+    """Stands for the step while a forward pass is recorded in pieces (`batch/mixed_graphs.py`): an operation on its
+    states ends a piece. `take` gets (what it is, the operation of metadata, its inputs `[T, ..]` and a buffer, these
+    inputs, shape and dtype of a token's result) and returns that buffer.
+    """
+
+    def __init__(self, take: Callable[..., torch.Tensor]) -> None:
+        self._take = take
+
+    def end(
+        self,
+        op: Callable[..., torch.Tensor],
+        args: Sequence[object],
+        others: Mapping[str, object],
+        tokens: Sequence[int],
+        like: int,
+    ) -> torch.Tensor:
+        """End a piece before `op`, which follows stages, with the arguments of `by_stages`."""
+
+        # without the inputs, whose memory later pieces may use
+        kept = [None if i in tokens else one for i, one in enumerate(args)]
+
+        def run(meta: AttentionMetadata, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+            mine = dict(zip(tokens, inputs))
+            return op(*[meta.extra if one is self else mine.get(i, one) for i, one in enumerate(kept)], **others)
+
+        return self._take(op, run, [args[i] for i in tokens], args[like].shape[1:], torch.float32)
+
+
 class StateSteps(AttentionBackend):
-    """Stands for the attention backend in the metadata of a state group: `build` makes the group's `StateStep`."""
+    """Takes the place of the attention backend in the metadata of a state group: `build` makes the group's `StateStep`.
+    """
 
     name = "state"
     graph_safe = True
@@ -143,9 +173,10 @@ def _spans(
 
 def _stages(
     step: StateStep, begins: Sequence[int], fresh: Sequence[bool], cuts: Mapping[int, Sequence[tuple[int, int]]]
-) -> list[tuple[torch.Tensor, StateStep]]:
+) -> list[tuple[slice | torch.Tensor, StateStep]]:
     """Return the stages of a step: the tokens of each request up to its first cut or, without any, all of them; then
-    those of the requests with a cut up to their second one, and so on.
+    those of the requests with a cut up to their second one, and so on. Tokens in a row are a slice, which copies
+    nothing.
 
     E.g. 5 tokens with cuts after 2 and 4, and 3 without: [0, 1, 5, 6, 7], [2, 3], [4].
     """
@@ -156,7 +187,7 @@ def _stages(
         counts = [stop - start for start, stop in spans]
         is_fresh = list(fresh) if not place else [False] * len(mine)
         at = [(j, cuts[i][place][1]) for j, i in enumerate(mine) if len(cuts.get(i, ())) > place]
-        index = to_device([token for span in spans for token in range(*span)], torch.int64, device)
+        index = _tokens(spans, device)
         starts = to_device([0, *accumulate(counts)], torch.int32, device)
         if place:
             both = to_device([mine, [cuts[i][place - 1][1] for i in mine]], torch.int64, device)
@@ -172,19 +203,31 @@ def _stages(
     return stages
 
 
+def _tokens(spans: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
+    """Return the tokens of spans, of which some may be empty."""
+    spans = [span for span in spans if span[0] < span[1]]
+    if all(one[1] == other[0] for one, other in pairwise(spans)):
+        return slice(spans[0][0], spans[-1][1]) if spans else slice(0, 0)
+    return to_device([token for span in spans for token in range(*span)], torch.int64, device)
+
+
 def _between(begins: Sequence[int], i: int, cuts: Sequence[tuple[int, int]], place: int) -> tuple[int, int]:
     """Return tokens of the request at position i from its cut number `place` - 1 up to the next one."""
     start = begins[i] + (cuts[place - 1][0] if place else 0)
     return start, begins[i] + cuts[place][0] if place < len(cuts) else begins[i + 1]
 
 
-def by_stages(*tokens: int) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    """Let an operation on the states of a step, whose arguments number `tokens` are `[T, ..]`, follow its stages."""
+def by_stages(*tokens: int, like: int = 0) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
+    """Let an operation on the states of a step, whose arguments number `tokens` are `[T, ..]`, follow its stages. Its
+    result is float32, of the shape of argument number `like`.
+    """
 
     def follow(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(op)
         def run(*args: object, **others: object) -> torch.Tensor:
-            step = next(one for one in args if isinstance(one, StateStep))
+            step = next(one for one in args if isinstance(one, StateStep | PieceEnd))
+            if isinstance(step, PieceEnd):
+                return step.end(run, args, others, tokens, like)
             if not step.stages:
                 return op(*args, **others)
             out = None

@@ -50,7 +50,8 @@ def rotary_rows(head_dim: int, rotary_dim: int, interleaved: bool) -> RotaryRows
 
 @dataclass(frozen=True, slots=True)
 class HeadHalves(RowOrder):
-    """Rows that hold two vectors per head, to all first vectors, which `of_first` rearranges, then all second ones."""
+    """Reorders rows that hold two vectors per head: all first vectors, rearranged by `of_first`, then all second ones.
+    """
 
     head_dim: int
     of_first: View | None = None
@@ -61,7 +62,7 @@ class HeadHalves(RowOrder):
 
 
 def chain(*views: View | None) -> View | None:
-    """Return one view after another; None if there is none."""
+    """Return the composition of `views`, the first applied first; None if there is none."""
     present = [view for view in views if view]
     if len(present) < 2:
         return present[0] if present else None
@@ -69,22 +70,22 @@ def chain(*views: View | None) -> View | None:
 
 
 def columns(view: View | None) -> View | None:
-    """`view` of the columns of a matrix instead of its rows."""
+    """Return `view` of the columns of a matrix instead of its rows."""
     return chain(transposed, view, transposed) if view else None
 
 
 def plus_one(tensor: torch.Tensor) -> torch.Tensor:
-    """1 + w in float32, of norms that store w: adding in 16 bits would round the factor."""
+    """Return 1 + w in float32, of norms that store w: adding in 16 bits would round the factor."""
     return tensor.float() + 1
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """`[in, out]` to `[out, in]`."""
+    """Transpose `[in, out]` to `[out, in]`."""
     return tensor.transpose(-2, -1)
 
 
 def to_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`values` of the host, numbers or rows of numbers, as a tensor on `device`. The host does not wait: the
+    """Return `values` of the host, numbers or rows of numbers, as a tensor on `device`. The host does not wait: the
     copy to a GPU is from pinned memory, which torch reuses only after the copy has run.
     """
     pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")

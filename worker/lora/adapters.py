@@ -34,6 +34,8 @@ from quire.worker.lora.targets import Piece, Targets, layer_weights
 from quire.worker.messages import LoraUse, NewRequest, StepInput
 from quire.worker.platforms.base import Platform
 
+_BLANK_RANK = 16
+
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
@@ -46,7 +48,7 @@ class LoraLimits:
 
     @classmethod
     def from_config(cls, config: LoraConfig) -> LoraLimits:
-        """Raises ValueError for settings that are wrong."""
+        """Return the limits that `config` sets. Raises ValueError for wrong settings."""
         at_start = len(folders_at_start(config.lora_modules, config.lora_dir))
         max_active = config.max_loras or DEFAULT_MAX_LORAS
         check_counts(config.max_loras, config.max_cpu_loras)
@@ -54,12 +56,13 @@ class LoraLimits:
         rank = max_rank(config.max_lora_rank, config.lora_modules, config.lora_dir)
         return cls(rank, max_active, max_loaded, most_values(config.lora_modules, config.lora_dir))
 
-    def num_bytes(self, targets: Targets) -> int:
-        """Return bytes of as many adapters, each of the largest rank for all layers of a rank, or the size of the
-        largest at start if that is more, because it has experts. Adapters of a step are packed for its kernels, in
-        addition to the copy in RAM.
+    def num_bytes(self, targets: Targets, copies: int = 1) -> int:
+        """Return bytes of `max_loaded` adapters in RAM and `max_active` in a step. Each has the largest LoRA rank in
+        all layers of this rank, or the size of the largest adapter at start if that is more, because it has experts.
+        Adapters of a step are packed for its kernels, in up to `copies` times their size, in addition to the copy in
+        RAM.
         """
-        return (self.max_loaded + self.max_active) * self.adapter_bytes(targets)
+        return (self.max_loaded + copies * self.max_active) * self.adapter_bytes(targets)
 
     def adapter_bytes(self, targets: Targets) -> int:
         """Return bytes planned for an adapter."""
@@ -67,8 +70,8 @@ class LoraLimits:
 
 
 class Adapters:
-    """At most `max_loaded` adapters of rank `max_rank` are in RAM, and `max_active` of them in a step, each the least
-    recently used ones out. The adapters of a step's rows always stay.
+    """At most `max_loaded` adapters of rank `max_rank` are in RAM, and `max_active` of them in a step; the least
+    recently used ones are dropped first. The adapters of a step's rows always stay.
     """
 
     def __init__(self, model: nn.Module, platform: Platform, limits: LoraLimits, fixed_order: bool = False):
@@ -90,7 +93,7 @@ class Adapters:
     # ---- loading
 
     def load(self, key: str, folder: str) -> None:
-        """Have the adapter `key` in RAM. Raises ValueError if it does not fit the model."""
+        """Load the adapter `key` into RAM. Raises ValueError if it does not fit the model."""
         if key in self._loaded:
             self._loaded.move_to_end(key)
             return
@@ -104,6 +107,26 @@ class Adapters:
             )
         self._loaded[key], self._bytes[key] = adapted, size
         self._drop_some(keep={key})
+
+    def load_blank(self, key: str, experts: bool) -> None:
+        """Put an adapter of zeros for all linear layers into RAM, for the warm-up; with `experts` also for those of one
+        layer.
+        """
+        blank = self._blank(experts)
+        self._loaded[key] = [(layer, layer_weights(pieces, self.targets.dtype)) for layer, pieces in blank]
+        self._bytes[key] = sum(weights.nbytes for _, weights in self._loaded[key])
+
+    def _blank(
+        self, experts: bool
+    ) -> Iterator[tuple[Linear | ExpertProduct, list[tuple[Piece, torch.Tensor, torch.Tensor]]]]:
+        rank = min(self.max_rank, _BLANK_RANK)
+        of_experts = self.targets.of_experts() if experts else {}
+        for layer, pieces in (*self.targets.pieces_by_linear().items(), *of_experts.items()):
+            matrices = []
+            for piece in pieces:
+                a, b = torch.zeros(rank, piece.in_features), torch.zeros(piece.out_features, rank)
+                matrices.append((piece, a, b))
+            yield layer, matrices
 
     def unload(self, key: str) -> None:
         """Forget an adapter, unless rows of requests use it: then it is dropped as others are."""
@@ -142,7 +165,7 @@ class Adapters:
     # ---- rows
 
     def add(self, row: int, new: NewRequest) -> None:
-        """Raises ValueError if an adapter of the request cannot be loaded."""
+        """Assign the request's adapters to `row`. Raises ValueError if one cannot be loaded."""
         for use in new.adapters:
             self.load(use.key, use.path)
         if new.adapters:
@@ -205,7 +228,7 @@ class Adapters:
 
     @contextmanager
     def recording(self, size: int) -> Iterator[None]:
-        """Meanwhile the layers read rows and adapters from slots. No row of the recording itself has one."""
+        """Let the layers read rows and adapters from slots inside this context. No recorded row has an adapter."""
         self._slots.fill(size, [], self.platform.to_device)
         self.step.recorded = self._slots
         try:
@@ -215,7 +238,7 @@ class Adapters:
 
     @staticmethod
     def _needed(step: StepInput, batch: InputBatch) -> list[int]:
-        """`batch.needed_rows`, which is on the device."""
+        """Return `batch.needed_rows`, which is on the device, as a list."""
         place = {row: batch.query_start_loc[i] - step.num_computed[i] for i, row in enumerate(step.rows)}
         sampling = batch.sampling
         return [place[row] + position - 1 for row, position in zip(sampling.rows, sampling.positions)] or [0]

@@ -1,4 +1,4 @@
-"""Reads the matrices of adapters, of both formats."""
+"""Read the matrices of adapters, in both formats."""
 
 from __future__ import annotations
 

@@ -50,13 +50,13 @@ class Piece:
     num_experts: int | None = None
 
     def expert_matrices(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the matrices of the expert, of those of all experts in PEFT's order."""
+        """Return the expert's matrices out of those of all experts in PEFT's order."""
         of_a, of_b = a.unflatten(0, (self.num_experts, -1)), b.unflatten(1, (-1, self.num_experts))
         return of_a[self.expert], of_b[..., self.expert]
 
 
 class Targets:
-    """Found once, when the weights are loaded; gives every layer its `LinearLora`."""
+    """The targets of a model, found once the weights are loaded; gives every layer its `LinearLora`."""
 
     def __init__(self, model: nn.Module, step: StepLora):
         self.pieces: dict[tuple[int, str], list[Piece]] = {}
@@ -84,7 +84,7 @@ class Targets:
                 self.bytes_per_rank += self.dtype.itemsize * (len(modules) * layer.in_features + layer.out_features)
 
     def _add_experts(self, path: str, lora: ExpertsLora, names: TensorNames) -> None:
-        """Experts as modules of their own, `path`.3.gate_proj, and as tensors of all experts, of the module `path`."""
+        """Add experts as separate modules, `path`.3.gate_proj, and as tensors of all experts, of the module `path`."""
         for projection, pieces in _expert_pieces(lora).items():
             for candidate in names.modules(f"{path}.#.{projection}"):
                 for expert in range(lora.num_experts):
@@ -126,6 +126,29 @@ class Targets:
             f"{self.num_layers - 1} with {', '.join(known[:20])}"
         )
 
+    def pieces_by_linear(self) -> dict[Linear, list[Piece]]:
+        """Return the pieces of each linear layer except experts, whatever checkpoints call their modules."""
+        found: dict[Linear, dict[int, Piece]] = {layer: {} for layer in self.linears}
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                if piece.layer in found:
+                    found[piece.layer].setdefault(piece.target.start, piece)
+        return {layer: list(by_start.values()) for layer, by_start in found.items()}
+
+    def of_experts(self) -> dict[ExpertProduct, list[Piece]]:
+        """Return the pieces of each expert of the first layer that has any."""
+        places = [
+            (number, piece)
+            for (number, _), pieces in self.pieces.items()
+            for piece in pieces
+            if isinstance(piece.layer, ExpertProduct) and piece.expert is None
+        ]
+        first, found = min((number for number, _ in places), default=0), {}
+        for number, piece in places:
+            if number == first:
+                found.setdefault(piece.layer, {}).setdefault(piece.target.start, piece)
+        return {layer: list(by_start.values()) for layer, by_start in found.items()}
+
     def num_heads(self, module: str) -> int:
         """Return the heads of a projection of queries or keys, on all ranks."""
         layer = self._layers[int(_IN_LAYER.fullmatch(module)[1])]
@@ -159,7 +182,7 @@ class Targets:
 
 
 def _pieces(path: str, layer: Linear) -> Iterator[tuple[str, Piece]]:
-    """(name of the module, piece) of one layer."""
+    """Yield (name of the module, piece) of one layer."""
     if isinstance(layer.method, MatrixLinear) or not layer.takes_adapters:
         return
     if isinstance(layer, ColumnParallelLinear):

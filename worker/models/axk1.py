@@ -1,4 +1,4 @@
-"""A.X K1: DeepSeek V3 with a norm of what the experts add. Its files may lack the router's correction biases."""
+"""A.X K1: DeepSeek V3 with a norm of the experts' sum. Its files may lack the router's correction biases."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class V2Experts(MoEFamily):
 
     @classmethod
     def routing(cls, values: dict[str, Any]) -> RoutingSpec:
-        """How the experts are chosen."""
+        """Return the rule that chooses the experts."""
         if values["norm_topk_prob"]:
             raise ValueError("norm_topk_prob true is not supported for DeepSeek V2")
         groups = {"num_groups": values["n_group"], "top_groups": values["topk_group"]}

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
-from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat, whole
+from quire.worker.layers.norm import RMSNorm
 from quire.worker.models.hy_v4 import StreamWeights, weighted
 from quire.worker.spec.cache import CompressedSizes
 from quire.worker.spec.model import LayerSpec, ModelSpec
@@ -23,6 +25,8 @@ from quire.worker.transformer.decoder import CausalLM, Decoder
 from quire.worker.transformer.hyper_connections import HyperDecoder, HyperLayer
 from quire.worker.transformer.moe import HashMoE
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, routing
+from quire.worker.transformer.mtp import head_layer
+from quire.worker.transformer.mtp_spec import WithMTP
 from quire.worker.transformer.names import TensorNames
 from quire.worker.transformer.reader import COMMON_DEFAULTS, SLIDING
 
@@ -51,14 +55,52 @@ class V4Decoder(HyperDecoder):
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
         return V4Layer
 
+    def keep(self, streams: torch.Tensor) -> None:
+        """Keep the last streams `[T, S * H]` for heads, as `capture` does."""
+        if self._kept:
+            self._kept[0][: len(streams)] = streams
+        self.captured = self._kept or [streams]
+
+    def keep_captured(self, max_num_tokens: int) -> None:
+        if self.spec.has_head:
+            self._kept = [self.norm.weight.new_zeros(max_num_tokens, self.received_width)]
+
     def layer_inputs(self, call: StageCall) -> torch.Tensor:
         return call.input_ids[:, None].expand(-1, len(self.layers))
 
     def merge(self, streams: torch.Tensor) -> torch.Tensor:
+        if self.spec.has_head:
+            self.keep(streams.flatten(1))
         return weighted(streams, self.hc_head(streams)[0] + self.eps)
 
 
-class DeepseekV4(MoEFamily, CausalLM):
+class V4Head(nn.Module):
+    """Head `index` of a model, see `PredictionHead`: it reads all streams `[T, S * H]` and returns its own."""
+
+    def __init__(self, spec: ModelSpec, index: int, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__()
+        name, size = f"mtp.{index}", spec.hidden_size
+        self.eps, self.size = spec.raw.get("hc_eps", 1e-6), size
+        self.enorm, self.hnorm, self.norm = (RMSNorm(size, spec.norm_eps) for _ in range(3))
+        self.fc, self.h_proj = (whole(size, size, f"{name}.{part}", weights) for part in ("fc", "h_proj"))
+        self.layer = V4Layer(*head_layer(spec, index), f"{name}.layer", weights)
+        self.hc_head = StreamWeights(spec, f"{name}.hc_head", f"{name}.hc_head", 1)
+
+    @property
+    def rope(self) -> str | None:
+        return self.layer.rope
+
+    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        streams = self.hnorm(hidden.reshape(-1, self.size)).view(len(hidden), -1, self.size)
+        streams = self.fc(self.enorm(embedded))[:, None] + self.h_proj(streams)
+        return self.layer(streams, None, call)[0].flatten(1)
+
+    def read(self, hidden: torch.Tensor) -> torch.Tensor:
+        streams = hidden.view(len(hidden), -1, self.size)
+        return self.norm(weighted(streams, self.hc_head(streams)[0] + self.eps))
+
+
+class DeepseekV4(WithMTP, MoEFamily, CausalLM):
     config_defaults = (
         COMMON_DEFAULTS
         | MOE_DEFAULTS
@@ -99,6 +141,8 @@ class DeepseekV4(MoEFamily, CausalLM):
         }
     )
     aliases = CausalLM.aliases | MoEFamily.aliases
+    prediction_head = V4Head
+    mtp_names = {"layer": "mtp.{i}", "fc": "mtp.{i}.e_proj"}
     state_kinds = {SPARSE: SPARSE, HEAVY: HEAVY}
     renames = {
         "lm_head": "head",
@@ -122,7 +166,9 @@ class DeepseekV4(MoEFamily, CausalLM):
     def tensor_names(self, names: Collection[str]) -> TensorNames:
         if "embed.weight" not in names:
             return super().tensor_names(names)
-        found = TensorNames(self.renames | {"model.embed_tokens": "embed"}, self.ignored, (r"^model\.", ""))
+        heads = dict(self.spec.mtp.names) if self.spec.has_head else {}
+        renames = self.renames | heads | {"model.embed_tokens": "embed"}
+        found = TensorNames(renames, self.ignored, (r"^model\.", ""))
         found.files = names
         return found
 
@@ -135,6 +181,15 @@ class DeepseekV4(MoEFamily, CausalLM):
             own = {"modules_to_not_convert": kept, "expert_dtype": experts, "scale_name": "scale"}
             raw = {**raw, "quantization_config": stored | own}
         return super().read_config(architecture, raw)
+
+    @classmethod
+    def mtp_layer(cls, spec: ModelSpec) -> LayerSpec | None:
+        """Return a layer that attends to the window only; None if compressed keys are asked for."""
+        layer = next((layer for layer in reversed(spec.layers) if layer.mlp == "moe"), None)
+        if layer is None or any((spec.raw.get("compress_ratios") or [])[len(spec.layers) :]):
+            return None
+        sizes = replace(layer.compressed, rate=0, overlap=False, top=0, index_heads=0, index_dim=0)
+        return replace(layer, rope="main", compressed=sizes, state=None)
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
@@ -234,6 +289,9 @@ class DeepseekV4(MoEFamily, CausalLM):
         activation = f"silu_of_bounded:{float(values['swiglu_limit']):g}"
         size = values["moe_intermediate_size"]
         return MoESpec(formula, size, activation=activation, shared_size=size)
+
+    def read_by_heads(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.captured[0][: len(hidden)]
 
     def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
         return V4Decoder(spec, max_model_len, weights)

@@ -15,7 +15,7 @@ MIXERS = {
 
 
 def cache_kind(layer: LayerSpec) -> str:
-    """The cache of a layer."""
+    """Return the cache of a layer."""
     if layer.kv_from is not None:
         return "cache of an earlier layer"
     if layer.mixer == "mla":
@@ -38,7 +38,7 @@ def cache_kind(layer: LayerSpec) -> str:
 
 
 def cache_kinds(spec: ModelSpec) -> str:
-    """The caches of all layers, e.g. "22 x window of 512 tokens, 4 x full"."""
+    """Return the caches of all layers, e.g. "22 x window of 512 tokens, 4 x full"."""
     counts = Counter(cache_kind(layer) for layer in spec.layers)
     return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
 
@@ -49,5 +49,5 @@ def has_stages(spec: ModelSpec) -> bool:
 
 
 def choice(spec: ModelSpec) -> tuple[str, str, str]:
-    """(setting, value, reason) for the table of choices."""
+    """Return (setting, value, reason) for the table of choices."""
     return "model", spec.architecture, f"implementation {spec.implementation}; cache per layer: {cache_kinds(spec)}"

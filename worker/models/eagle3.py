@@ -1,5 +1,5 @@
 """The head of an EAGLE-3 checkpoint (arXiv:2503.01840), as vLLM and SpecForge write them: one layer of Llama that reads
-the embedding of a token beside the hidden state before it, three of the model's residual streams at first and its own
+the embedding of a token next to the hidden state before it, three of the model's residual streams at first and its own
 afterwards, and an output head for a part of the vocabulary.
 """
 
@@ -63,8 +63,8 @@ class EagleDecoder(Decoder):
 
 
 class LlamaEagle3(Llama):
-    """`combined`, `predict` and `logits` are what `HeadDrafter` calls. The embedding is that of the model unless the
-    checkpoint has one; `share` is called before the weights are loaded.
+    """`combined`, `predict` and `draft_logits` are what `HeadDrafter` calls. The embedding is that of the model unless
+    the checkpoint has one; `share` is called before the weights are loaded.
     """
 
     config_defaults = Llama.config_defaults | {"num_hidden_layers": 1}
@@ -108,11 +108,16 @@ class LlamaEagle3(Llama):
         return TensorNames({_LAYER: layer} | parts, self.ignored)
 
     def combined(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The hidden states `[T, H]` that the model's residual streams `[T, _]` stand for."""
+        """Return the hidden states `[T, H]` that the model's residual streams `[T, _]` stand for."""
         return self.model.fc(torch.cat(list(captured), -1))
 
     def predict(
-        self, next_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata
+        self,
+        next_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        depth: int = 0,
     ) -> torch.Tensor:
         embed = self.model.embed_tokens if hasattr(self.model, "embed_tokens") else self._shared[0]
         layer = self.model.layers["0"]
@@ -120,8 +125,11 @@ class LlamaEagle3(Llama):
         x, residual = layer.draft(embed(next_ids), hidden, call)
         return x + residual
 
+    def draft_logits(self, hidden: torch.Tensor, depth: int) -> torch.Tensor:
+        return self.logits(hidden)
+
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-        """Of the whole vocabulary: -inf for tokens that the head does not know."""
+        """Return logits of the whole vocabulary: -inf for tokens that the head does not know."""
         known = self.lm_head(self.model.norm(hidden), workspace)
         logits = known.new_full((len(known), self.spec.vocab_size), float("-inf"))
         logits[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = known

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,6 @@ from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Linear, LinearMethod, WeightFormat
 from quire.worker.models.fallback_spec import NAME, Attend, attending, base_of, first_states, make_model
 from quire.worker.models.fallback_states import StatePasses
-from quire.worker.parallel import pp, tp
 from quire.worker.platforms.ops import Ops
 from quire.worker.spec.model import ModelSpec
 
@@ -32,22 +32,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class TransformersLM(nn.Module):
-    """A causal language model of transformers. The interface is that of `decoder.CausalLM`.
-
-    Raises:
-        ValueError: there are several ranks.
-    """
+    """A causal language model of transformers, on one rank. The interface is that of `decoder.CausalLM`."""
 
     received_width: ClassVar = 0  # there is one pipeline stage
+    failures: Mapping[int, str] = MappingProxyType({})  # see `decoder.CausalLM`
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
-        for group, flag in ((tp(), "--tensor-parallel-size"), (pp(), "--pipeline-parallel-size")):
-            if group.size > 1:
-                raise ValueError(
-                    f"{flag} {group.size} does not work with models that transformers computes, and quire has no "
-                    f"implementation of {spec.architecture} of its own: leave it at 1"
-                )
         self.spec, self.max_model_len, self.weights = spec, max_model_len, weights
         self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
         self.ops: Ops | None = None
@@ -166,7 +157,7 @@ class TransformersLM(nn.Module):
         return attend
 
     def rounded_logits(self, hidden: torch.Tensor) -> None:
-        """None: `logits` are float32."""
+        """Return None: `logits` are float32."""
 
     def logits(self, hidden: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
         """Map hidden `[S, H]` to `[S, vocab_size]` float32."""
@@ -186,7 +177,7 @@ class TransformersLM(nn.Module):
                 module.use(ops)
 
     def round_for_products(self) -> None:
-        """The norms are those of transformers, which round nothing."""
+        """Leave the norms as they are: those of transformers round nothing."""
 
     def finalize(self) -> None:
         """Give loaded weights to the platform's own methods."""
@@ -226,12 +217,12 @@ class _KnownLayers(nn.Module):
         return _Output((self.hidden,))
 
     @property
-    def decoder(self) -> _KnownLayers:  # some models call a part of theirs
+    def decoder(self) -> _KnownLayers:  # some models give a part of theirs that name
         return self
 
 
 def _head_of(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """`model` without its layers: it computes logits, in its family's way, from given hidden states."""
+    """Return `model` without its layers: it computes logits, in its family's way, from given hidden states."""
     head = copy.copy(model)
     head._modules = dict(model._modules) | {model.base_model_prefix: _KnownLayers(base_of(model))}
     return head

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quire.worker.models.fallback_states import Held, held_states, keeps_states, make_cache, pass_tokens, state_spec
+from quire.worker.models.fallback_whole import UNBOUNDED, is_bare, read_whole_spec, reads_whole
 from quire.worker.spec.model import LayerSpec, ModelSpec
 
 NAME = "quire"  # of our attention in transformers' interface
@@ -38,7 +39,6 @@ UNSUPPORTED = {
 # Arguments of the attention interface that do not change the result.
 _HARMLESS = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "return_dict"}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-_UNBOUNDED = 1 << 20  # positions of a model without attention
 _GROWING_ROPES = ("dynamic", "longrope")
 
 
@@ -57,13 +57,21 @@ def read_spec(folder: str, raw: dict[str, Any]) -> ModelSpec:
                 f"the model type {kind!r}"
             )
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        names = raw.get("architectures") or [""]
+        if whole := next((name for name in names if reads_whole(config, name)), None):
+            return read_whole_spec(folder, raw, config, whole)
         text = config.get_text_config(decoder=True)
-        _check(config, text)
-        layers = _layers(config, text)
+        try:
+            _check(config, text)
+            layers = _layers(config, text)
+        except ValueError:
+            if config.is_encoder_decoder or config.sub_configs or not is_bare(names[0]):
+                raise
+            return read_whole_spec(folder, raw, config, names[0])  # for embeddings no cache is needed
     except Exception as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"architecture {architecture} cannot run with transformers: {reason}") from error
-    positions = getattr(text, "max_position_embeddings", None) or _UNBOUNDED
+    positions = getattr(text, "max_position_embeddings", None) or UNBOUNDED
     return ModelSpec(
         architecture=architecture,
         model_type=config.model_type,
@@ -193,19 +201,12 @@ def _layers(config: Any, text: Any) -> tuple[LayerSpec, ...]:
 
 def stateful_layers(model: transformers.PreTrainedModel, text: Any) -> tuple[LayerSpec, ...]:
     """Return the layers of a model on the meta device whose layers keep states (`fallback_states.py`)."""
-    attended: dict[int, LayerSpec] = {}
-    calls = 0
-
-    def attend(module: torch.nn.Module, *call: Any) -> torch.Tensor:
-        nonlocal calls
-        one: list[LayerSpec] = []
-        out = _record(one, text, module, *call)
-        attended[module.layer_idx], calls = one[0], calls + 1
-        return out
-
-    layers, states = [], first_states(model, attend)
-    if calls != len(attended) or not attended.keys() <= set(range(len(states))):
-        raise ValueError("layers share one module of attention")
+    found: list[LayerSpec] = []
+    updated: list[int] = []
+    layers, states = [], first_states(model, lambda *call: _record(found, text, *call), updated)
+    if len(found) != len(updated) or sorted(set(updated)) != updated:
+        raise ValueError("a layer does not attend once, through transformers' attention interface and cache")
+    attended = dict(zip(updated, found))
     for i, held in enumerate(states):
         if i not in attended and not held and not _is_without_mixer(model, i):
             raise ValueError(f"layer {i} neither attends through transformers' attention interface nor keeps a state")
@@ -220,12 +221,14 @@ def _is_without_mixer(model: transformers.PreTrainedModel, layer: int) -> bool:
     return layer < len(kinds) and kinds[layer] in ("mlp", "moe")
 
 
-def first_states(model: transformers.PreTrainedModel, attend: Attend) -> list[tuple[Held, ...]]:
-    """Return what the layers of a model hold after a first pass."""
-    cache, ids = make_cache(model.config), torch.zeros(3, dtype=torch.long)
+def first_states(
+    model: transformers.PreTrainedModel, attend: Attend, updated: list[int] | None = None
+) -> list[tuple[Held, ...]]:
+    """Return what the layers of a model hold after a first pass; those that attend add their index to `updated`."""
+    cache, ids = make_cache(model.config, updated=updated), torch.zeros(3, dtype=torch.long)
     with attending(attend):
         pass_tokens(base_of(model), cache, ids, ids)
-    return held_states(cache)
+    return held_states(cache, model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _record(

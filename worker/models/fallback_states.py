@@ -8,6 +8,7 @@ state with several: correct, and slow. Keys and values go to quire's attention, 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ from quire.worker.attention.base import AttentionMetadata, GroupedMetadata
 from quire.worker.layers.state import RecurrentState, StateStep
 from quire.worker.spec.state import WholeSpec
 
+# families whose cache class is their own: its module and name, and its list of the layers' states
+_OWN_CACHES = {"minimax": ("transformers.models.minimax.modeling_minimax", "MiniMaxCache", "linear_cache")}
+_LISTS = {states for _, _, states in _OWN_CACHES.values()}
 _ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _KNOWN = {
     DynamicLayer,
@@ -42,7 +46,9 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One state of a layer: the attribute of its cache layer, the index there, and what the first pass made of it."""
+    """One state of a layer: the attribute of its cache layer, or of the cache, the index there, and what the first pass
+    made of it.
+    """
 
     attribute: str
     index: int
@@ -51,14 +57,23 @@ class Held:
     has_previous: bool
 
 
-def make_cache(config: Any, count: int = 0) -> transformers.DynamicCache:
-    """Return an empty cache of one request with `count` computed tokens, whose attention layers keep nothing."""
-    cache = transformers.DynamicCache(config=config)
-    for layer in cache.layers:
-        layer.get_seq_length = lambda *_, **__: count
-        if not isinstance(layer, LinearAttentionLayer) or isinstance(layer, DynamicLayer):
-            layer.update = lambda k, v, *_, **__: (k, v)
-    cache.get_seq_length = lambda *_, **__: count
+def make_cache(config: Any, count: int = 0, updated: list[int] | None = None) -> transformers.DynamicCache:
+    """Return an empty cache of one request with `count` computed tokens, whose attention layers keep nothing. They add
+    their index to `updated` before they attend.
+    """
+    seen = [] if updated is None else updated
+
+    def update(k: torch.Tensor, v: torch.Tensor, layer: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(layer)
+        return k, v
+
+    if own := _OWN_CACHES.get(config.model_type):
+        cache = getattr(importlib.import_module(own[0]), own[1])()
+    else:
+        cache = transformers.DynamicCache(config=config)
+    cache.update = update
+    for part in (cache, *cache.layers):
+        part.get_seq_length = lambda *_, **__: count
     return cache
 
 
@@ -84,8 +99,15 @@ def pass_tokens(base: nn.Module, cache: Any, ids: torch.Tensor, positions: torch
     return base(input_ids=ids[None].long(), **options).last_hidden_state[0]
 
 
-def held_states(cache: transformers.DynamicCache) -> list[tuple[Held, ...]]:
-    """Return what each layer of a cache holds after a first pass."""
+def held_states(cache: transformers.DynamicCache, num_layers: int) -> list[tuple[Held, ...]]:
+    """Return what each of `num_layers` layers of a cache holds after a first pass."""
+    for attribute in _LISTS:
+        if (states := getattr(cache, attribute, None)) is not None:
+            states = [*states, *[[]] * (num_layers - len(states))]
+            return [
+                (Held(attribute, i, tuple(state.shape[1:]), state.dtype, True),) if torch.is_tensor(state) else ()
+                for i, state in enumerate(states)
+            ]
     return [tuple(_held(layer)) for layer in cache.layers]
 
 
@@ -97,6 +119,28 @@ def _held(layer: Any) -> Iterator[Held]:
             if state is not None:
                 previous = bool(layer.has_previous_state[index])
                 yield Held(attribute, index, tuple(state.shape[1:]), state.dtype, previous)
+
+
+def _get(cache: Any, layer: int, state: Held) -> torch.Tensor:
+    """Return a state of a layer."""
+    owner = cache if state.attribute in _LISTS else cache.layers[layer]
+    return getattr(owner, state.attribute)[state.index]
+
+
+def _put(cache: Any, layer: int, state: Held, value: torch.Tensor) -> None:
+    """Let a layer continue from a state."""
+    if state.attribute in _LISTS:
+        states = getattr(cache, state.attribute)
+        states.extend([] for _ in range(state.index + 1 - len(states)))
+        states[state.index] = value
+        return
+    of_layer = cache.layers[layer]
+    getattr(of_layer, state.attribute)[state.index] = value
+    getattr(of_layer, f"is_{state.attribute}_initialized")[state.index] = True
+    of_layer.has_previous_state[state.index] = state.has_previous
+    of_layer.dtype, of_layer.device = value.dtype, value.device
+    if state.attribute == "conv_states":
+        of_layer.conv_kernel_size[state.index] = value.shape[-1]
 
 
 def state_spec(held: tuple[Held, ...]) -> WholeSpec | None:
@@ -128,8 +172,9 @@ class StatePasses:
         whole, group = first.step(attn), attn[first.cache_group]
         begins, lengths = group.host_lengths()
         out: torch.Tensor | None = None
-        for index, part in whole.stages or [(torch.arange(len(input_ids)), whole)]:
-            starts, tokens = part.starts.tolist(), index.tolist()
+        every = torch.arange(len(input_ids))
+        for index, part in whole.stages or [(slice(None), whole)]:
+            starts, tokens = part.starts.tolist(), every[index].tolist()
             for i in range(len(starts) - 1):
                 if starts[i] == starts[i + 1]:
                     continue
@@ -162,22 +207,16 @@ class StatePasses:
         if bool(step.fresh[i]):
             return cache
         for number, held in enumerate(self.held):
-            layer = cache.layers[number]
             for state, pages in zip(held, self.pages[str(number)].pages if held else ()):
-                value = pages[step.read[i]][None].to(state.dtype, copy=True)  # which the pass overwrites
-                getattr(layer, state.attribute)[state.index] = value
-                getattr(layer, f"is_{state.attribute}_initialized")[state.index] = True
-                layer.has_previous_state[state.index] = state.has_previous
-                layer.dtype, layer.device = value.dtype, value.device
-                if state.attribute == "conv_states":
-                    layer.conv_kernel_size[state.index] = value.shape[-1]
+                # a copy, which the pass overwrites
+                _put(cache, number, state, pages[step.read[i]][None].to(state.dtype, copy=True))
         return cache
 
     def _store(self, step: StateStep, i: int, cache: Any) -> None:
         """Write the states to the page of request `i`."""
         for number, held in enumerate(self.held):
             for state, pages in zip(held, self.pages[str(number)].pages if held else ()):
-                pages[step.write[i]] = getattr(cache.layers[number], state.attribute)[state.index][0].float()
+                pages[step.write[i]] = _get(cache, number, state)[0].float()
 
 
 def _pieces(start: int, stop: int, fresh: bool) -> list[slice]:

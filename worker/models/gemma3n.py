@@ -1,5 +1,5 @@
 """Gemma 3n (text): four residual streams of which one is active (AltUp, https://arxiv.org/abs/2301.13310), a low-rank
-addition beside attention (Laurel), sparse activations, per-layer inputs, and layers that read the caches of earlier
+addition to attention (Laurel), sparse activations, per-layer inputs, and layers that read the caches of earlier
 ones.
 """
 
@@ -49,7 +49,7 @@ class SparseMLP(MLP):
         self.deviations, self.activation = NormalDist().inv_cdf(sparsity), ACTIVATIONS[spec.hidden_act]
 
     def round_for_products(self) -> None:
-        """Nothing: `forward` activates by itself, so no kernel rounds its result."""
+        """Round nothing: `forward` activates by itself, so no kernel rounds its result."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
@@ -60,7 +60,7 @@ class SparseMLP(MLP):
         return self.down_proj(self.activation(F.relu(gate - (mean + deviation * self.deviations))) * up)
 
     def _of_all_ranks(self, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of the gates, of which each rank has a part."""
+        """Return the mean and standard deviation of the gates, of which each rank has a part."""
         exact = gate.float()
         mean = self.group.all_reduce(exact.sum(-1, keepdim=True)) / self.num_gates
         variance = self.group.all_reduce((exact - mean).square().sum(-1, keepdim=True)) / self.num_gates
@@ -176,7 +176,7 @@ class Gemma3nDecoder(PerLayerDecoder):
 
 
 def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """x `[T, H]` scaled to the root mean square of `other`."""
+    """Return x `[T, H]` scaled to the root mean square of `other`."""
     size = other.square().mean(-1, keepdim=True).sqrt()
     return x * size / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
 
@@ -186,7 +186,7 @@ def num_streams(spec: ModelSpec) -> int:
 
 
 def sparsities(spec: ModelSpec) -> list[float]:
-    """The fraction of activations that each layer drops."""
+    """Return the fraction of activations that each layer drops."""
     default = [0.95 if i < 10 < spec.num_hidden_layers else 0.0 for i in range(spec.num_hidden_layers)]
     return spec.raw.get("activation_sparsity_pattern") or default
 

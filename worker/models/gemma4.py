@@ -114,7 +114,33 @@ class Gemma4Decoder(PerLayerDecoder):
         return self.norm(x) if self.last else self.pack(x, inputs)
 
 
-class Gemma4(CausalLM):
+class WideFullLayers:
+    """A mixin for families whose layers with full attention have heads and a rotary embedding of their own. The last
+    layer is one of them.
+    """
+
+    full_rope: ClassVar[dict[str, Any]] = {}  # of these layers, if config.json has none
+
+    @classmethod
+    def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
+        given = raw.get("rope_parameters") or {}
+        wide, local = values | {"head_dim": values["global_head_dim"]}, values | {"rope_theta": 10000.0}
+        return {
+            FULL: read_rope(dict(given.get(FULL) or cls.full_rope), wide, raw),
+            SLIDING: read_rope(dict(given.get(SLIDING) or {}), local, raw),
+        }
+
+    @classmethod
+    def layer_specs(
+        cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
+    ) -> tuple[LayerSpec, ...]:
+        if values["layer_types"]:
+            values["layer_types"] = [*values["layer_types"][:-1], FULL]
+        return super().layer_specs(values, raw, ropes)
+
+
+class Gemma4(WideFullLayers, CausalLM):
+    full_rope: ClassVar = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     config_defaults = Gemma.config_defaults | {
         "model_type": "gemma4_text",
         "vocab_size": 262144,
@@ -159,24 +185,6 @@ class Gemma4(CausalLM):
         return pattern(values["num_hidden_layers"], 6, last_full=True)
 
     @classmethod
-    def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
-        given = raw.get("rope_parameters") or {}
-        proportional = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-        wide, local = values | {"head_dim": values["global_head_dim"]}, values | {"rope_theta": 10000.0}
-        return {
-            FULL: read_rope(dict(given.get(FULL) or proportional), wide, raw),
-            SLIDING: read_rope(dict(given.get(SLIDING) or {}), local, raw),
-        }
-
-    @classmethod
-    def layer_specs(
-        cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
-    ) -> tuple[LayerSpec, ...]:
-        if values["layer_types"]:
-            values["layer_types"] = [*values["layer_types"][:-1], FULL]
-        return super().layer_specs(values, raw, ropes)
-
-    @classmethod
     def layer(cls, values: dict[str, Any], index: int, kind: str, layer: LayerSpec) -> LayerSpec:
         if kind == FULL:
             size = values["global_head_dim"]
@@ -193,7 +201,7 @@ class Gemma4(CausalLM):
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:
-        """The spec of the experts."""
+        """Return the spec of the experts."""
         size = values["moe_intermediate_size"]
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"moe_intermediate_size must be a positive integer, not {size!r}")
@@ -216,5 +224,5 @@ class Gemma4Unified(Gemma4):
 
 
 def _vector(name: str, size: int) -> nn.Parameter:
-    """A parameter `[size]`, the checkpoint's tensor `name`, which is about 1."""
+    """Return a parameter `[size]`, the checkpoint's tensor `name`, which is about 1."""
     return empty_parameter(size, parts=[Part(name, (size,))])

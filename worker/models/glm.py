@@ -49,3 +49,19 @@ class Glm4v(Glm4):
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 1.0,
     }
+
+
+class GlmOcr(Glm4v):
+    """The language model of GLM-OCR."""
+
+    config_defaults = Glm4v.config_defaults | {
+        "model_type": "glm_ocr_text",
+        "vocab_size": 59392,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    }
+    facts = Glm4v.facts | {"attention_bias": False}

@@ -53,7 +53,7 @@ class Glm5Next(GlmMoeDsa):
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
         spec = super().read_config(architecture, raw)
         limit = spec.raw.get("swiglu_limit", cls.config_defaults["swiglu_limit"])
-        return replace(spec, mtp=None, hidden_act=_bounded(limit))
+        return replace(spec, hidden_act=_bounded(limit))  # a prediction head is a plain layer, without streams
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:

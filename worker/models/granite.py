@@ -32,6 +32,27 @@ class Granite(CausalLM):
         values["scale"] = values["attention_multiplier"]
 
 
+class GraniteDocling(Granite):
+    """The language model of Granite Docling."""
+
+    config_defaults = Granite.config_defaults | {
+        "model_type": "granite_docling_text",
+        "vocab_size": 133800,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.263,
+        "attention_multiplier": 0.015625,
+    }
+
+
 class GraniteSWA(Granite):
     config_defaults = Granite.config_defaults | {
         "model_type": "granite_swa",
@@ -63,13 +84,13 @@ class GraniteSWA(Granite):
 
 
 def ropes_by_theta(values: dict[str, Any], default: RopeSpec) -> dict[str, RopeSpec]:
-    """The embeddings by the bases in `layer_rope_theta`; a base of 0 stands for none."""
+    """Return the embeddings by the bases in `layer_rope_theta`; a base of 0 stands for none."""
     thetas = values["layer_rope_theta"] or [default.theta]
     return {_name(theta): replace(default, theta=float(theta)) for theta in thetas if theta} | {"default": default}
 
 
 def with_theta(values: dict[str, Any], index: int, layer: LayerSpec) -> LayerSpec:
-    """`layer` with the embedding of `ropes_by_theta` that is layer `index`'s."""
+    """Return `layer` with the embedding of `ropes_by_theta` that is layer `index`'s."""
     thetas = values["layer_rope_theta"]
     return layer if thetas is None else replace(layer, rope=_name(thetas[index]) if thetas[index] else None)
 

@@ -1,5 +1,5 @@
-"""Granite 3 and 4 with experts: multipliers of embedding, residual, attention and logits. In some a shared MLP stands
-beside the experts. Granite 4 also has models without experts, and models with Mamba layers; Granite-MoE-SWA has
+"""Granite 3 and 4 with experts: multipliers of embedding, residual, attention and logits. In some a shared MLP is added
+to the experts. Granite 4 also has models without experts, and models with Mamba layers; Granite-MoE-SWA has
 Granite-SWA's attention.
 """
 

@@ -125,10 +125,14 @@ class HYV4(GlmMoeDsa):
         "self_attn.sinks": "self_attn.learnable_sink_param",
     }
     ignored = (*GlmMoeDsa.ignored, r"^model\.mtp_layers\.")
-
-    @classmethod
-    def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
-        return replace(super().read_config(architecture, raw), mtp=None)
+    # a head is a plain layer, without streams
+    mtp_names: ClassVar[dict[str, str]] = {
+        "layer": "model.mtp_layers.{i}",
+        "fc": "model.mtp_layers.{i}.eh_proj",
+        "pre_fc_norm_embedding": "model.mtp_layers.{i}.enorm",
+        "pre_fc_norm_hidden": "model.mtp_layers.{i}.hnorm",
+        "norm": "model.mtp_layers.{i}.final_layernorm",
+    }
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:

@@ -90,7 +90,7 @@ class KimiLinear(DeepseekV3):
 
 
 def kimi_delta(values: dict[str, Any], **changes: Any) -> DeltaSpec:
-    """Kimi Delta Attention of the sizes in `values`."""
+    """Return Kimi Delta Attention of the sizes in `values`."""
     heads, dim = values["linear_num_heads"], values["linear_head_dim"]
     fields = {"decay_dim": dim, "low_rank": dim, "gate": "sigmoid"}
     return DeltaSpec(heads, heads, dim, dim, values["linear_conv_kernel_dim"], **fields | changes)

@@ -1,4 +1,4 @@
-"""Mamba, Falcon-Mamba and Mamba 2: nothing but mixers with a state, each after a norm."""
+"""Mamba, Falcon-Mamba and Mamba 2: only mixers with a state, each after a norm."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from quire.worker.spec.model import LayerSpec
 from quire.worker.spec.rope import RopeSpec
-from quire.worker.spec.state import Mamba2Spec
 from quire.worker.transformer.decoder import CausalLM
-from quire.worker.transformer.mamba_reader import mamba1, time_step_limit
+from quire.worker.transformer.mamba_reader import mamba1, pure_mamba2
 from quire.worker.transformer.reader import COMMON_DEFAULTS, STATE
 
 _UNLIMITED = 1 << 20  # tokens: a state has no longest context
@@ -61,7 +60,7 @@ class Mamba(CausalLM):
 
     @classmethod
     def state(cls, values: dict[str, Any]) -> Any:
-        """The mixer of all layers."""
+        """Return the mixer of all layers."""
         return mamba1(values, values["intermediate_size"])
 
 
@@ -91,15 +90,4 @@ class Mamba2(Mamba):
 
     @classmethod
     def state(cls, values: dict[str, Any]) -> Any:
-        return Mamba2Spec(
-            values["num_heads"],
-            values["head_dim"],
-            values["state_size"],
-            values["n_groups"],
-            values["conv_kernel"],
-            values["use_conv_bias"],
-            values["use_bias"],
-            *time_step_limit(values),
-            norm_groups=values["n_groups"],
-            eps=values["rms_norm_eps"],
-        )
+        return pure_mamba2(values, values["num_heads"], values["head_dim"], values["state_size"])

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.worker.spec.model import LayerSpec
+from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.spec.moe import MoESpec
 from quire.worker.spec.rope import RopeSpec, read_rope
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, sigmoid_routing
+from quire.worker.transformer.mtp_spec import WithMTP
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, SLIDING
 
 # keys of windowed layers in the published files, which must be equal to those of the others
@@ -23,7 +24,7 @@ _SAME = {
 }
 
 
-class MiMoV2(MoEFamily, CausalLM):
+class MiMoV2(WithMTP, MoEFamily, CausalLM):
     config_defaults = (
         COMMON_DEFAULTS
         | MOE_DEFAULTS
@@ -62,6 +63,21 @@ class MiMoV2(MoEFamily, CausalLM):
     aliases = CausalLM.aliases | MoEFamily.aliases | {"layernorm_epsilon": "rms_norm_eps"}
     facts = {"attention_out_bias": False, "mlp_bias": False}
     renames = {"self_attn.sinks": "self_attn.attention_sink_bias"}
+    mtp_names = {
+        "layer": "model.mtp.layers.{i}",
+        "layer.post_attention_layernorm": "model.mtp.layers.{i}.pre_mlp_layernorm",
+        "fc": "model.mtp.layers.{i}.eh_proj",
+        "pre_fc_norm_embedding": "model.mtp.layers.{i}.enorm",
+        "pre_fc_norm_hidden": "model.mtp.layers.{i}.hnorm",
+        "norm": "model.mtp.layers.{i}.final_layernorm",
+    }
+    mtp_default = 3  # of all published files, whose config.json has no key for it
+
+    @classmethod
+    def mtp_layer(cls, spec: ModelSpec) -> LayerSpec | None:
+        """Return a layer with a window and without experts."""
+        windowed = next((layer for layer in spec.layers if layer.window), None)
+        return windowed and replace(windowed, mlp="gated", moe=None)
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:

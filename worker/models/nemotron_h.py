@@ -10,9 +10,8 @@ from typing import Any
 from quire.worker.spec.model import LayerSpec
 from quire.worker.spec.moe import MoESpec
 from quire.worker.spec.rope import RopeSpec
-from quire.worker.spec.state import Mamba2Spec
 from quire.worker.transformer.decoder import CausalLM
-from quire.worker.transformer.mamba_reader import time_step_limit
+from quire.worker.transformer.mamba_reader import pure_mamba2
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, sigmoid_routing
 from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, STATE
 
@@ -107,16 +106,5 @@ class NemotronH(CausalLM):
                 return replace(layer, mixer="none", mlp="moe", attends=False, moe=cls.moe(values))
             case "full_attention":
                 return replace(layer, mlp="none", rope=None)
-        state = Mamba2Spec(
-            values["mamba_num_heads"],
-            values["mamba_head_dim"],
-            values["ssm_state_size"],
-            values["n_groups"],
-            values["conv_kernel"],
-            values["use_conv_bias"],
-            values["use_bias"],
-            *time_step_limit(values),
-            norm_groups=values["n_groups"],
-            eps=values["rms_norm_eps"],
-        )
+        state = pure_mamba2(values, values["mamba_num_heads"], values["mamba_head_dim"], values["ssm_state_size"])
         return replace(layer, mixer="mamba2", mlp="none", state=state)

@@ -35,7 +35,7 @@ class OlmoHybrid(Olmo2):
 
     @classmethod
     def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
-        """None if config.json says so, as that of the published models does."""
+        """Return None if config.json says so, as that of the published models does."""
         if "rope_parameters" in raw and (raw["rope_parameters"] or {}).get("rope_theta") is None:
             return {}
         return super().ropes(values, raw)

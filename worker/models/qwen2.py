@@ -33,18 +33,18 @@ class Qwen2(CausalLM):
 
     @classmethod
     def layer_types(cls, values: dict[str, Any]) -> list[str]:
-        """By default the window applies to the layers from `max_window_layers` on."""
+        """Return the kinds of layers; by default the window applies from layer `max_window_layers` on."""
         first, window = values["max_window_layers"], values["sliding_window"]
         return [SLIDING if window and i >= first else FULL for i in range(values["num_hidden_layers"])]
 
 
 class MiMo(WithMTP, Qwen2):
     mtp_names: ClassVar[dict[str, str]] = {
-        "mtp.layers.0": "model.mtp_layers.0",
-        "mtp.fc": "model.mtp_layers.0.input_proj",
-        "mtp.pre_fc_norm_embedding": "model.mtp_layers.0.token_layernorm",
-        "mtp.pre_fc_norm_hidden": "model.mtp_layers.0.hidden_layernorm",
-        "mtp.norm": "model.mtp_layers.0.final_layernorm",
+        "layer": "model.mtp_layers.{i}",
+        "fc": "model.mtp_layers.{i}.input_proj",
+        "pre_fc_norm_embedding": "model.mtp_layers.{i}.token_layernorm",
+        "pre_fc_norm_hidden": "model.mtp_layers.{i}.hidden_layernorm",
+        "norm": "model.mtp_layers.{i}.final_layernorm",
     }
     mtp_hidden_first = True
     config_defaults = Qwen2.config_defaults | {

@@ -17,7 +17,9 @@ _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", 
 
 
 class Qwen35(WithMTP, CausalLM):
-    mtp_names: ClassVar[dict[str, str]] = {}
+    mtp_names: ClassVar[dict[str, str]] = {"layer": "mtp.layers.{i}"} | {
+        part: f"mtp.{part}" for part in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
     mtp_key = "mtp_num_hidden_layers"
     config_defaults = COMMON_DEFAULTS | {
         "model_type": "qwen3_5_text",

@@ -37,7 +37,7 @@ class Qwen2Moe(MoEFamily, Qwen2):
 
     @classmethod
     def layer_types(cls, values: dict[str, Any]) -> list[str]:
-        """By default the window applies to every other layer before `max_window_layers`."""
+        """Return the kinds of layers; by default the window applies to every other one before `max_window_layers`."""
         first, window = values["max_window_layers"], values["sliding_window"]
         return [SLIDING if window and (i + 1) % 2 and i < first else FULL for i in range(values["num_hidden_layers"])]
 

@@ -33,8 +33,8 @@ class AxialRope:
 
 
 def axes_of_pairs(section: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[int, ...]:
-    """The axis (0 time, 1 row, 2 column) of each pair of a head. `section` has the number of pairs of each axis: one
-    axis after another or, interleaved, in turns until rows and columns have theirs, and the rest time.
+    """Return the axis (0 time, 1 row, 2 column) of each pair of a head. `section` has the number of pairs of each axis:
+    one axis after another or, interleaved, in turns until rows and columns have theirs, and the rest time.
 
     E.g. (2, 1, 1) of 4 pairs: 0 0 1 2, or interleaved 0 1 2 0. Raises ValueError if the numbers do not fit.
     """

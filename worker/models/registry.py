@@ -34,6 +34,7 @@ DECODERS = {
     "BailingMoeV3ForCausalLM": "bailing_hybrid:BailingHybrid",
     "CohereForCausalLM": "cohere:Cohere",
     "Cohere2ForCausalLM": "cohere:Cohere2",
+    "Cohere2MoeForCausalLM": "cohere2_moe:Cohere2Moe",
     "CwmForCausalLM": "cwm:Cwm",
     "DeepseekForCausalLM": "deepseek:Deepseek",
     "DeepseekV2ForCausalLM": "deepseek:DeepseekV2",
@@ -41,6 +42,7 @@ DECODERS = {
     "DeepseekV32ForCausalLM": "deepseek:Indexed",
     "DeepseekV4ForCausalLM": "deepseek_v4:DeepseekV4",
     "Dots1ForCausalLM": "dots1:Dots1",
+    "Dots3NoteForCausalLM": "dots3_note:Dots3Note",
     "Ernie4_5ForCausalLM": "ernie4_5:Ernie4_5",
     "Exaone4ForCausalLM": "exaone4:Exaone4",
     "ExaoneMoeForCausalLM": "exaone_moe:ExaoneMoe",
@@ -86,6 +88,7 @@ DECODERS = {
     "MiMoV2ForCausalLM": "mimo_v2:MiMoV2",
     "MistralForCausalLM": "mistral:Mistral",
     "Mistral4ForCausalLM": "mistral4:Mistral4",
+    "MistralLarge4ForCausalLM": "mistral_large4:MistralLarge4",
     "MinistralForCausalLM": "mistral:Ministral",
     "Ministral3ForCausalLM": "mistral:Ministral3",
     "NemotronHForCausalLM": "nemotron_h:NemotronH",
@@ -110,6 +113,7 @@ DECODERS = {
     "VaultGemmaForCausalLM": "vaultgemma:VaultGemma",
     "YoutuForCausalLM": "youtu:Youtu",
     "Zamba2ForCausalLM": "zamba2:Zamba2",
+    "ZayaForCausalLM": "zaya:Zaya",
     "MixtralForCausalLM": "mixtral:Mixtral",
     "Qwen2MoeForCausalLM": "qwen_moe:Qwen2Moe",
     "Qwen3MoeForCausalLM": "qwen_moe:Qwen3Moe",
@@ -139,10 +143,13 @@ ENCODERS = {
     )
     for suffix in ("Model", "ForMaskedLM", "ForSequenceClassification")
 }
+ENCODERS["EmbeddingGemma2TextModel"] = "embedding_gemma2:EmbeddingGemma2"
 # language models that come with an encoder only (`wrappers.py`)
 WRAPPED = {
     "Glm4vForCausalLM": "glm:Glm4v",
     "Glm4vMoeForCausalLM": "glm4_moe:Glm4vMoe",
+    "GlmOcrForCausalLM": "glm:GlmOcr",
+    "GraniteDoclingForCausalLM": "granite:GraniteDocling",
     "PaddleOCRVLForCausalLM": "qwen_vl:PaddleOCRVL",
     "Qwen2VLForCausalLM": "qwen_vl:Qwen2VL",
     "Qwen3VLForCausalLM": "qwen_vl:Qwen3VL",
@@ -165,10 +172,13 @@ DRAFTING = {"LlamaForCausalLMEagle3": "eagle3:LlamaEagle3"}
 
 # architectures that are known, but not served -> why
 _BIASED = "its attention adds a bias that depends on the distance and on the query, which is not implemented"
+_NO_REFERENCE = "transformers has no implementation of it that ours could be compared with"
 REFUSED = {
     "DiffusionGemmaForBlockDiffusion": "it fills a block of tokens in several passes, and quire generates one by one",
     "InklingForCausalLM": _BIASED,
     "InklingForConditionalGeneration": _BIASED,
+    "JinaEmbeddingsV5Model": _NO_REFERENCE,
+    "KimiK3ForConditionalGeneration": _NO_REFERENCE,
 } | dict.fromkeys(DRAFTING, "it drafts for another model; serve that one with --speculative-config")
 
 
@@ -258,17 +268,23 @@ def build_model(
     """
     import torch
 
+    from quire.worker.host import torch_start
     from quire.worker.layers.linear import PLAIN_WEIGHTS
     from quire.worker.layers.quantization.checkpoint import checkpoint_format
     from quire.worker.layers.quantization.int_at_load import IntAtLoad
 
-    if spec.implementation == "transformers":
+    if device.type == "meta" or spec.implementation == "transformers":
+        torch_start.complete()  # it holds operations of the meta device
+    if spec.implementation == "transformers" and spec.is_encoder:
+        from quire.worker.models.fallback_whole import TransformersWhole as cls
+    elif spec.implementation == "transformers":
         from quire.worker.models.fallback import TransformersLM as cls
     else:
         cls = model_class(spec.architecture)
     stored = checkpoint_format(spec.raw)
     if stored:
-        stored.modules = TensorNames(getattr(cls, "renames", None)).modules
+        heads = dict(spec.mtp.names) if spec.mtp and spec.has_head else {}
+        stored.modules = TensorNames((getattr(cls, "renames", None) or {}) | heads).modules
     if quantization and stored:
         raise ValueError(f"--quantization {quantization}: the weights are quantized already; omit it")
     weights = weights or (IntAtLoad(quantization) if quantization else stored or PLAIN_WEIGHTS)
@@ -309,8 +325,8 @@ def _build_tower(vision: VisionSpec, at_load: WeightFormat) -> VisionTower:
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Number of weights of the whole model, whatever stores them; tied embeddings count once. Builds the model without
-    allocating memory.
+    """Return the number of weights of the whole model, whatever stores them; tied embeddings count once. Builds the
+    model without allocating memory.
     """
     import torch
 

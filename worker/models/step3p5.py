@@ -92,7 +92,8 @@ class Step3p5(MoEFamily, CausalLM):
 
     @classmethod
     def _rope(cls, values: dict[str, Any], raw: dict[str, Any], kind: str, index: int) -> RopeSpec:
-        """The embedding of the layers of a kind, of which `index` is one, from the lists of the published files."""
+        """Return the embedding of the layers of a kind, of which `index` is one, from the lists of the published files.
+        """
         scaled = kind in (values["yarn_only_types"] or (FULL,))
         own = {key: values[key] for key in ("rope_theta", "partial_rotary_factors")}
         theta, part = (value[index] if isinstance(value, list) else value for value in own.values())

@@ -37,6 +37,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "DeepseekOCR2ForCausalLM": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekForCausalLM"),
     "DeepseekOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
     "DeepseekOcr2ForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekForCausalLM"),
+    "Dots3NoteForConditionalGeneration": Wrapper(),
+    "EmbeddingGemma2Model": Wrapper("", "EmbeddingGemma2TextModel"),
     "Exaone4_5_ForConditionalGeneration": Wrapper(),
     "Gemma3ForConditionalGeneration": Wrapper("gemma3:Gemma3Tower"),
     "Gemma3nForConditionalGeneration": Wrapper(),
@@ -46,6 +48,10 @@ WRAPPERS: dict[str, Wrapper] = {
     "Glm4vForConditionalGeneration": Wrapper(),
     "Glm4vMoeForConditionalGeneration": Wrapper(),
     "Glm5NextForConditionalGeneration": Wrapper(),
+    "GlmOcrForConditionalGeneration": Wrapper(),
+    "Granite4VisionForConditionalGeneration": Wrapper(),
+    "GraniteDoclingForConditionalGeneration": Wrapper(),
+    "HyperCLOVAXVisionV2ForConditionalGeneration": Wrapper(),
     "Idefics3ForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
     "InternS2PreviewForConditionalGeneration": Wrapper("qwen3_vl:Qwen35Tower", "Qwen3_5MoeVLForCausalLM"),
     "InternVLForConditionalGeneration": Wrapper("intern_vit:InternVLTower"),
@@ -53,16 +59,22 @@ WRAPPERS: dict[str, Wrapper] = {
     "Kimi_K25ForConditionalGeneration": Wrapper(),
     "Llama4ForConditionalGeneration": Wrapper(),
     "Lfm2VlForConditionalGeneration": Wrapper("lfm2_vl:Lfm2VLTower"),
+    "Lfm3VlForConditionalGeneration": Wrapper(),
+    "LightOnOCRForConditionalGeneration": Wrapper("", "Qwen3ForCausalLM"),
+    "LightOnOcrForConditionalGeneration": Wrapper("", "Qwen3ForCausalLM"),
     "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
     "LlavaNextForConditionalGeneration": Wrapper(),
     "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),
     "MiniCPMV4_6ForConditionalGeneration": Wrapper(),
+    "MiniCPMV4_7ForConditionalGeneration": Wrapper(),
     "MiniMaxM3SparseForConditionalGeneration": Wrapper(),
     "Mistral3ForConditionalGeneration": Wrapper("pixtral:Mistral3Tower"),
+    "MistralLarge4ForConditionalGeneration": Wrapper(),
     "MuseGlimmerForConditionalGeneration": Wrapper(),
     "NemotronH_Omni_Reasoning_V3": Wrapper(),
     "NemotronH_Nano_Omni_Reasoning_V3": Wrapper(),
     "PaddleOCRVLForConditionalGeneration": Wrapper("paddleocr_vl:PaddleOCRVLTower", "PaddleOCRVLForCausalLM"),
+    "QianfanOCRForConditionalGeneration": Wrapper(),
     "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl:Qwen2VLTower", "Qwen2VLForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl:Qwen2_5VLTower", "Qwen2VLForCausalLM"),
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLForCausalLM"),
@@ -82,6 +94,7 @@ _TEXT = {
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "dots3_note_text": "Dots3NoteForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -93,8 +106,12 @@ _TEXT = {
     "glm4v_text": "Glm4vForCausalLM",
     "glm4v_moe_text": "Glm4vMoeForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm_ocr_text": "GlmOcrForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite4_vision_text": "GraniteForCausalLM",
+    "granite_docling_text": "GraniteDoclingForCausalLM",
+    "hyperclovax": "HyperCLOVAXForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
@@ -102,6 +119,7 @@ _TEXT = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "mistral_large4_text": "MistralLarge4ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "muse_glimmer_text": "MuseGlimmerForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
@@ -112,6 +130,7 @@ _TEXT = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -119,12 +138,12 @@ _TEXT = {
 
 
 def wrapper_of(raw: dict[str, Any]) -> str | None:
-    """The architecture of a wrapper that a parsed config.json names, or None."""
+    """Return the architecture of a wrapper that a parsed config.json names, or None."""
     return next((name for name in raw.get("architectures") or [] if name in WRAPPERS), None)
 
 
 def text_architecture(wrapper: str, raw: dict[str, Any]) -> str:
-    """The architecture of a wrapper's language model. Raises ValueError if it is not supported."""
+    """Return the architecture of a wrapper's language model. Raises ValueError if it is not supported."""
     if WRAPPERS[wrapper].text:
         return WRAPPERS[wrapper].text
     model_type = text_part(raw).get("model_type")
@@ -136,7 +155,7 @@ def text_architecture(wrapper: str, raw: dict[str, Any]) -> str:
 
 
 def tower_class(wrapper: str) -> type[VisionTower] | None:
-    """The class of a wrapper's encoder, or None if text alone is served."""
+    """Return the class of a wrapper's encoder, or None if text alone is served."""
     if not WRAPPERS[wrapper].tower:
         return None
     module, name = WRAPPERS[wrapper].tower.split(":")

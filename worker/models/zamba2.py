@@ -1,4 +1,4 @@
-"""Zamba 2: Mamba 2, and in some layers a transformer block in front of it that reads the hidden states beside the
+"""Zamba 2: Mamba 2, and in some layers a transformer block in front of it that reads the hidden states next to the
 embeddings. There are few such blocks, used in turn; each use has low-rank adapters of its own, and its own cache.
 """
 
@@ -134,7 +134,7 @@ class Zamba2Layer(DecoderLayer):
         return call.needed(x) + self.mamba(self.input_layernorm(mixed), call), None
 
     def round_for_products(self) -> None:
-        """The norms' results are rounded by no product."""
+        """Leave the norms as they are: no product rounds their results."""
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         exchange: Exchange = ((num_tokens, self.mamba.hidden_size), None)
@@ -235,7 +235,7 @@ class Zamba2(CausalLM):
         return replace(super().layer(values, index, kind, layer), mixer=mixer, mlp=mlp, state=state)
 
     def has_elsewhere(self, name: str, names: TensorNames) -> bool:
-        """Also says so of the adapters of layers of other stages, which are among the tensors of a block's first."""
+        """Return True also for adapters of layers of other stages, which are among the tensors of a block's first."""
         if (match := _ADAPTER.search(name)) is not None:
             uses = [i for i, layer in enumerate(self.spec.layers) if layer.attends]
             use = int(match[1])

@@ -25,7 +25,11 @@ from quire.worker.spec.model import ModelSpec
 logger = logging.getLogger(__name__)
 
 TORCH = Ops()
-_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")  # the latter also for pinned memory
+_OUT_OF_MEMORY = (
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",  # also for pinned memory
+    "DefaultCPUAllocator: can't allocate memory",
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,10 +41,12 @@ class Platform(ABC):
     device: torch.device
     dist_backend: str
     attention_order: tuple[str, ...]  # names of attention backends, best first
+    fixed_attention: str  # the one whose sums have one order
     default_depth: int  # steps in flight
     encoder_budget: int | None = None  # embeddings of images that a step computes at most; None: as many as tokens
     overlaps = True  # a step runs on after `execute` has returned, while the host prepares the next one
     has_graphs = False  # can record a forward pass and replay it
+    compiles_at_use = False  # kernels are compiled or loaded when a step first needs them
     ops: Ops = TORCH  # plain torch, unless the platform has faster operations
     measures_memory: bool  # whether `memory_in_use` reports the peak
     shares_ram = False  # the device's memory is the machine's RAM, which other programs use, too
@@ -55,7 +61,7 @@ class Platform(ABC):
 
     @abstractmethod
     def default_limits(self, world_size: int) -> tuple[int, int, str]:
-        """(max_num_seqs, max_num_batched_tokens, reason) for this device."""
+        """Return (max_num_seqs, max_num_batched_tokens, reason) for this device."""
 
     def resolve_dtype(self, requested: str, model_dtype: str) -> tuple[torch.dtype, str]:
         """Return the dtype to run in, and the reason. `requested` is a key of DTYPES or auto. Raises ValueError for
@@ -145,7 +151,8 @@ class Platform(ABC):
         return False
 
     def memory_short(self) -> int:
-        """Return bytes that this process should return to the machine; if negative, those that it may still take."""
+        """Return the bytes that this process should release to the machine; if negative, those that it may still take.
+        """
         return 0
 
     def share_memory(self, group: ProcessGroup) -> str | None:
@@ -155,7 +162,7 @@ class Platform(ABC):
         return ""
 
     def ops_warning(self) -> str:
-        """Return why there are no faster operations and never will be, the slowdown and the remedy, or ""."""
+        """Return why faster operations will never be available, with the slowdown and the remedy, or ""."""
         return ""
 
     def ops_since(self) -> float | None:
@@ -163,7 +170,7 @@ class Platform(ABC):
         return None
 
     def ops_status(self) -> str:
-        """State of the faster operations, for the log."""
+        """Return the state of the faster operations, for the log."""
         return self.ops.name
 
     @abstractmethod

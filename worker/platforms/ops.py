@@ -20,6 +20,7 @@ from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.routing import route
+from quire.worker.layers.rowwise import l2_norm
 from quire.worker.layers.states.delta_rule import delta_inputs, gated_delta_rule, gated_norm
 from quire.worker.layers.states.linear_attention import linear_attention
 from quire.worker.layers.states.selective_scan import float_linear, selective_scan
@@ -59,7 +60,7 @@ class FusedLayers(Protocol):
         """
 
     def takes(self, lora: StepLora) -> bool:
-        """Return whether `run` computes all that the adapters of a step add."""
+        """Return whether `run` computes all products of a step's adapters."""
 
 
 class Ops:
@@ -98,13 +99,23 @@ class Ops:
         """
         num_kv_heads, head_dim = k_cache.shape[2:]
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        rotated, v = heads.split([num_heads + num_kv_heads, num_kv_heads], 1)
         if q_weight is not None:
-            q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-        rows = cos_sin[positions]
-        store(k_cache, slot_mapping, apply_rotary(k, rows))
+            q, k = rotated.split([num_heads, num_kv_heads], 1)
+            rotated = torch.cat([rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)], 1)
+        # one call for both: on a CPU, a step of few tokens takes as long as its calls
+        q, k = apply_rotary(rotated, cos_sin.index_select(0, positions)).split([num_heads, num_kv_heads], 1)
+        store(k_cache, slot_mapping, k)
         store(v_cache, slot_mapping, v)
-        return apply_rotary(q, rows)
+        return q
+
+    # ---- latent attention (`transformer/mla.py`); None: computed in plain torch
+
+    # stores latents `[T, R + P]` in slots of a cache `[num_blocks, block_size, 1, R + P]` of their type, the first R
+    # entries normalised, the others rotated: (latents, weight of the norm, eps, cos_sin, positions, cache, slots)
+    write_latents: Callable[..., None] | None = None
+    # rotates the last P entries of each head of q `[T, H, D]`, in place: (q, cos_sin, positions)
+    rotate_tails: Callable[..., None] | None = None
 
     # ---- recurrent states (`layers/state.py`)
 
@@ -112,6 +123,14 @@ class Ops:
     gated_delta_rule = staticmethod(gated_delta_rule)
     delta_inputs = staticmethod(delta_inputs)
     gated_norm = staticmethod(gated_norm)
+    state_norm = staticmethod(rms_norm)  # of float32 rows `[.., D]`
+    l2_norm = staticmethod(l2_norm)
+
+    @staticmethod
+    def square_sums(x: torch.Tensor) -> torch.Tensor:
+        """Return the sums of squares of float32 rows `[.., D]`, `[.., 1]`."""
+        return x.square().sum(-1, keepdim=True)
+
     linear_attention = staticmethod(linear_attention)
     selective_scan = staticmethod(selective_scan)
     float_linear = staticmethod(float_linear)
@@ -125,6 +144,7 @@ class Ops:
     quantized_types: tuple[torch.dtype, ...] = (torch.bfloat16,)
     # requirements of groups that `quantized_method` meets (`Groups.needs`); others are dequantized at load
     takes: frozenset[str] = frozenset()
+    adapter_copies = 1  # bytes of an adapter of a step in the layouts of the kernels, over those in RAM
 
     def linear_method(self, layer: Linear) -> LinearMethod | None:
         """Return a method that replaces `PlainLinear` for the loaded floating-point weight of `layer` (for example, one
@@ -218,7 +238,7 @@ class Ops:
         arange: torch.Tensor,
         max_query_len: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fill `tensors` from the tables `tokens` `[N, L]` and `blocks` `[G, N, M]` of G cache groups, and pad them
+        """Fill `tensors` from the tables `tokens` `[N, L]` and `blocks` `[G, N, M]` of G cache groups. Pad them
         (`StepTensors.pad`) where they have more requests than the step.
 
         `packed` int64 begins with rows, computed, scheduled, starts and samples, concatenated, with lengths `sizes`;
@@ -253,7 +273,7 @@ class Ops:
         logits[rows] = logits[rows].masked_fill_(excluded, float("-inf"))
 
     def write_entries(self, table: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """`table[indices] = values` for the table `[N]` int32; the other tensors are `[n]` int64."""
+        """Do `table[indices] = values` for the table `[N]` int32; the other tensors are `[n]` int64."""
         table[indices] = values.int()
 
     def append_tokens(
@@ -264,7 +284,7 @@ class Ops:
         token_ids: torch.Tensor,
         max_position: int,
     ) -> None:
-        """`tokens[rows, positions] = token_ids` for the table `tokens` `[N, L]` int32. The other tensors are `[S]`
+        """Do `tokens[rows, positions] = token_ids` for the table `tokens` `[N, L]` int32. The other tensors are `[S]`
         int64; no position exceeds `max_position`.
 
         A negative token is stored as 0. A token at position L is dropped.

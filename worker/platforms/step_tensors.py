@@ -50,7 +50,7 @@ class StepTensors:
         max_seq_len: int,
         host: tuple[list[int], list[int]] | None = None,
     ) -> GroupedMetadata:
-        """Attention metadata of the step, one per cache group; `host` as in `AttentionMetadata`."""
+        """Return the step's attention metadata, one per cache group; `host` is as in `AttentionMetadata`."""
         sizes = self.query_start_loc, self.seq_lens
         return tuple(
             AttentionMetadata(backend, slots, *sizes, table, max_query_len, max_seq_len, host=host)

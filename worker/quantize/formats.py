@@ -47,12 +47,12 @@ class Format:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Return whether servers are to round the inputs of the weights to 8 bits as well, per token."""
+        """Return whether servers should also round the weights' inputs to 8 bits, per token."""
         return self.name in ("fp8", "w8a8")
 
     @property
     def storage(self) -> str:
-        """The name of the tensors' layout."""
+        """Return the name of the tensors' layout."""
         if self.is_float:
             return "float-quantized"
         return "int-quantized" if self.rounds_inputs else "pack-quantized"
@@ -61,10 +61,10 @@ class Format:
         return self.group or columns
 
     def scales(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> torch.Tensor:
-        """Scales `[n, groups]` of weight `[n, k]` float32, as the checkpoint has them: positive.
+        """Return scales `[n, groups]` of weight `[n, k]` float32, as the checkpoint has them: positive.
 
-        Those of 4-bit integers are the ones with the least squared error among a few; `importance` `[k]` weighs the
-        columns' errors.
+        Scales of 4-bit integers are those of a few candidates with the least squared error; `importance` `[k]` weighs
+        the columns' errors.
         """
         groups = weight.unflatten(1, (-1, self.group_length(weight.shape[1])))
         largest = groups.abs().amax(-1)
@@ -101,7 +101,7 @@ class Format:
         return Quantized(values.to(torch.float8_e4m3fn if self.is_float else torch.int8), scales)
 
     def nearest(self, weight: torch.Tensor) -> Quantized:
-        """weight `[n, k]` rounded to nearest."""
+        """Return weight `[n, k]` rounded to nearest."""
         weight = weight.float()
         scales = self.scales(weight)
         wide = scales.float().repeat_interleave(self.group_length(weight.shape[1]), 1)
@@ -178,7 +178,8 @@ def choose_format(
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """int8 `[n, k]` in words int32 `[n, ceil(k * bits / 32)]`, low bits first, each with 2 ** (bits - 1) added."""
+    """Return int8 `[n, k]` in words int32 `[n, ceil(k * bits / 32)]`, low bits first, each with 2 ** (bits - 1) added.
+    """
     each = 32 // bits
     unsigned = values.int() + (1 << (bits - 1))
     unsigned = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % each)).unflatten(1, (-1, each))

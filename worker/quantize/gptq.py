@@ -1,4 +1,4 @@
-"""GPTQ (https://arxiv.org/abs/2210.17323): round a weight column by column, and let the columns that are left make up
+"""GPTQ (https://arxiv.org/abs/2210.17323): round a weight column by column, and let the remaining columns compensate
 for each error, given the inputs of the layer.
 """
 
@@ -29,7 +29,7 @@ class Observer(LinearMethod):
 
 
 def gptq(weight: torch.Tensor, hessian: torch.Tensor, form: Format, act_order: bool) -> Quantized:
-    """Weight `[n, k]` rounded such that the outputs for the inputs with `hessian` change least.
+    """Return weight `[n, k]` rounded so that the outputs for the inputs with `hessian` change least.
 
     With `act_order` columns are rounded in the order of the size of their inputs; their groups stay those of
     neighbouring columns, so that the result is stored and multiplied like any other.

@@ -1,4 +1,4 @@
-"""`quire quantize`: a floating-point checkpoint to a quantized one, layer by layer."""
+"""`quire quantize`: convert a floating-point checkpoint to a quantized one, layer by layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Settings:
 class Report:
     format: Format
     num_weights: int  # tensors quantized
-    bits_before: float  # per parameter of the checkpoint, counting what is not quantized
+    bits_before: float  # per parameter of the checkpoint, unquantized ones included
     bits_after: float
     num_bytes: int
     unseen: int  # weights rounded to nearest because no text reached their expert
@@ -92,7 +92,7 @@ class _Job:
     def quantize_layers(
         self, texts: tuple[torch.Tensor, torch.Tensor] | None, progress: Callable[[float], None] | None
     ) -> tuple[float, float] | None:
-        """Returns the perplexities before and after, if there are texts."""
+        """Quantize all layers. Returns the perplexities before and after, if there are texts."""
         passes = _Passes(self, *texts) if texts else None
         for index in range(self.spec.num_hidden_layers):
             start = time.monotonic()
@@ -180,7 +180,7 @@ class _Passes:
         return quantized, error
 
     def _observed(self, stage: CausalLM, weights: dict[str, Weight]) -> Callable[[Weight, torch.Tensor], Quantized]:
-        """GPTQ with the inputs of each layer."""
+        """Return GPTQ with the inputs of each layer."""
         job = self.job
         layers = {id(weight.layer): weight.layer for weight in weights.values()}
         observers = {key: Observer(layer.method) for key, layer in layers.items()}

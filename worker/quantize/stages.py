@@ -35,7 +35,7 @@ class _Stage(Group):
 
 
 def load_stage(spec: ModelSpec, folder: str, index: int) -> CausalLM:
-    """Layer `index` with its weights; the first also has the embedding, the last the head.
+    """Return layer `index` with its weights; the first also has the embedding, the last the head.
 
     Raises:
         ValueError: layers of this family are not independent of each other.
@@ -68,7 +68,9 @@ class Texts:
         return Texts(self.ids, torch.cat(parts))
 
     def perplexity(self, last: CausalLM) -> float:
-        """exp of the mean surprise of all tokens but the first of each text, by the head of the last stage."""
+        """Return the exp of the mean surprise of all tokens except the first of each text, by the head of the last
+        stage.
+        """
         total = 0.0
         for ids, hidden in zip(self.ids, self.hidden, strict=True):
             for start in range(0, len(ids) - 1, _LOGITS):

@@ -48,7 +48,7 @@ class Weight:
 
     @property
     def layer(self) -> Linear:
-        """A layer whose inputs the weight multiplies."""
+        """Return a layer whose inputs the weight multiplies."""
         return self.places[0][0]
 
 

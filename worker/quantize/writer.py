@@ -1,4 +1,4 @@
-"""Writes safetensors shards as tensors arrive, so that one shard is in memory."""
+"""Write safetensors shards as tensors arrive, so that only one shard is in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShardWriter:
             self.num_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is left, and the index."""
+        """Write the remaining tensors, and the index."""
         self._write()
         count = len(self._shards)
         if count == 1:

@@ -44,7 +44,7 @@ class Alignments:
         return bool(self.rows) and not self.rows.keys().isdisjoint(step.rows)
 
     def weights(self, batch: InputBatch) -> CrossWeights:
-        """Return what the layers are to note in a step."""
+        """Return the attention weights that the layers record in a step."""
         step, found = batch.step, []
         for i, row in enumerate(step.rows):
             if (wanted := self.rows.get(row)) is None:
@@ -73,7 +73,7 @@ class Alignments:
         return Pooled(parts)
 
     def commit(self) -> None:
-        """The step of the last `compute` succeeded."""
+        """Keep the results of the last `compute`: its step succeeded."""
         self._states |= self._pending
         self._pending = {}
 

@@ -92,7 +92,7 @@ def _signed(value: int) -> int:
 
 
 def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift; torch's shift preserves the sign."""
+    """Shift right logically; torch's shift preserves the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -131,7 +131,7 @@ def largest(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _take_blocks(blocks: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """blocks `[S, n, block]`, index `[S, m]` -> `[S, m * block]`."""
+    """Return the blocks `index` `[S, m]` of blocks `[S, n, block]`: `[S, m * block]`."""
     return blocks.gather(1, index[:, :, None].expand(-1, -1, blocks.shape[2])).view(len(blocks), -1)
 
 
@@ -302,8 +302,8 @@ def _pick_from_blocks(
 
 
 def _nucleus(w: torch.Tensor, q: torch.Tensor, best: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
-    """`kth_weight(w, q, needed)` as `[S, 1]`, read from the running sums over the `best` weights, in descending order,
-    if they suffice.
+    """Return `kth_weight(w, q, needed)` as `[S, 1]`, read from the running sums over the `best` weights, in descending
+    order, if they suffice.
     """
     sums = (best * _SCALE).long().cumsum(-1)
     if bool((sums[:, -1] >= needed).all()):

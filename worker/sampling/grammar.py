@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_THREADS = 8  # that fill bitmasks
+MAX_THREADS = 8  # threads that fill bitmasks
 _EXCLUDED = float("-inf")
 _LONGEST_TOKEN = 48  # bytes of a token that is guessed
 
@@ -42,7 +42,7 @@ class _Matcher:
     """The state of one request. Used by the threads of `GrammarRows` only."""
 
     def __init__(self, after: list[int] | None, spells: bool = False) -> None:
-        """`spells`: of text that the grammar forces, allow the longest tokens only."""
+        """Create the grammar; `spells`: where it forces a text, allow only the longest tokens."""
         self.after, self.spells = after or [], spells
         self.is_active = not self.after  # whether the grammar applies already
         self.last: list[int] = []  # the last len(after) outputs, until then
@@ -75,7 +75,7 @@ class _Matcher:
         return self.state.is_stopped()
 
     def copy(self) -> _Matcher:
-        """Return a matcher of the same text, to try drafts with; takes about 10 us."""
+        """Return a matcher in the same state, to try drafts with; takes about 10 us."""
         copy = _Matcher(self.after, self.spells)
         copy.is_active, copy.last, copy.error = self.is_active, self.last, self.error
         copy.state = self.state.deep_copy()
@@ -154,6 +154,14 @@ class GrammarRows:
     def remove(self, row: int) -> None:
         self.rows.pop(row, None)
 
+    def warm_up(self) -> None:
+        """Run the kernel that applies bitmasks, which no request needs before the server has sent the vocabulary."""
+        logits = torch.zeros(1, self.vocab_size, device=self.platform.device)
+        send, width = self.platform.to_device, -(-self.vocab_size // 32)
+        self.platform.ops.exclude_by_bitmask(
+            logits, send(np.zeros(1, np.int64)), send(np.full((1, width), -1, np.int32))
+        )
+
     def needed(self, batch: SamplingBatch) -> bool:
         """Return whether a row of the batch has a grammar."""
         return bool(self.rows) and not self.rows.keys().isdisjoint(batch.rows)
@@ -182,7 +190,7 @@ class GrammarRows:
             self._arriving.append((event, token_ids, self._matchers(batch), batch.drafts))
 
     def _matchers(self, batch: SamplingBatch) -> list[tuple[int, _Matcher]]:
-        """(first sampling row, matcher) of the requests with a grammar."""
+        """Return (first sampling row, matcher) of the requests with a grammar."""
         found, j = [], 0
         while j < len(batch.rows):
             if batch.rows[j] in self.rows:
@@ -279,7 +287,7 @@ class GrammarRows:
     def _forced_after(self, copy: _Matcher, limit: int, guess: bool) -> list[int]:
         """Advance a copy of a matcher by the tokens that are forced."""
         forced: list[int] = []
-        # Where one token is possible its bytes are forced, which is quick to see.
+        # If only one token is possible, its bytes are forced, which is quick to check.
         tokens = self._tokens.result()
         while len(forced) < limit and not copy.state.is_stopped() and (text := copy.state.compute_ff_bytes()):
             token_id = tokens.longest(text) if guess else tokens.only(copy)
@@ -288,9 +296,7 @@ class GrammarRows:
             forced.append(token_id)
         return forced
 
-    def _allowed(
-        self, matcher: _Matcher, token_ids: list[int], limit: int, arriving: Sequence[_Arrival]
-    ) -> list[int]:
+    def _allowed(self, matcher: _Matcher, token_ids: list[int], limit: int, arriving: Sequence[_Arrival]) -> list[int]:
         _receive(arriving)
         matcher.ready.result()
         if matcher.error is not None:
@@ -374,18 +380,18 @@ class Tokens:
         if not matcher.spells or not matcher.is_active or matcher.state.is_stopped():
             return None
         text = matcher.state.compute_ff_bytes()
-        if not text or self._goes_on(text):
+        if not text or self._is_prefix_of_longer(text):
             return None
         token_id = self.longest(text)
         return token_id if token_id is not None and matcher.state.validate_tokens([token_id]) else None
 
-    def _goes_on(self, text: bytes) -> bool:
+    def _is_prefix_of_longer(self, text: bytes) -> bool:
         """Return whether a token is longer than `text` and begins with it."""
         place = bisect.bisect_right(self._sorted, text)
         return place < len(self._sorted) and self._sorted[place].startswith(text)
 
     def fill(self, matchers: list[_Matcher]) -> np.ndarray:
-        """Bitmasks `[R, V / 32]` int32 of the tokens that each matcher allows next."""
+        """Return bitmasks `[R, V / 32]` int32 of the tokens that each matcher allows next."""
         bits = np.zeros((len(matchers), self._num_words), dtype=np.uint32)
         targets = []
         for k, matcher in enumerate(matchers):

@@ -21,7 +21,7 @@ MAX_HEAP = 512 << 20  # bytes by which the heap may be above its lowest size
 
 
 class GrammarCache:
-    """Used by one thread."""
+    """Compiled grammars, for use by one thread."""
 
     def __init__(self, compile: Callable[[str], LLMatcher]) -> None:
         self._compile = compile
@@ -75,8 +75,8 @@ class _MallInfo(ctypes.Structure):
 
 
 def _heap() -> tuple[Callable[[], int], Callable[[int], object]]:
-    """Functions for the bytes in use in the C library's heaps, and to give free memory back; without glibc, both do
-    nothing.
+    """Return functions for the bytes in use in the C library's heaps, and to give free memory back; without glibc, both
+    do nothing.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):

@@ -60,7 +60,7 @@ def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: 
 
 
 def _log_normalizer(logits: torch.Tensor, by_row: bool) -> torch.Tensor:
-    """Log of the sum of exponentials of each row, `[n, 1]`; `by_row` as `Platform.sums_by_row`."""
+    """Return the log of the sum of exponentials of each row, `[n, 1]`; `by_row`: see `Platform.sums_by_row`."""
     if by_row:
         return torch.stack([row.logsumexp(0, keepdim=True) for row in logits])
     return logits.logsumexp(-1, keepdim=True)

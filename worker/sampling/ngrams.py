@@ -31,7 +31,7 @@ class RepeatedNgrams(LogitsProcessor):
         return bool(self.rows) and any(True for _ in self._long_enough(batch))
 
     def _long_enough(self, batch: SamplingBatch):
-        """(batch index, parameters, start of the window) of the rows whose window holds a whole sequence."""
+        """Yield (batch index, parameters, start of the window) of the rows whose window holds a whole sequence."""
         for i, ngram in self._using(batch):
             start = 0 if ngram.reads_prompt else self.table.num_prompt_tokens[batch.rows[i]]
             if ngram.window:

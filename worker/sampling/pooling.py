@@ -23,7 +23,7 @@ class Pooled:
     parts: list[tuple[list[int], torch.Tensor]]  # (batch positions, vectors [P, D] float32)
 
     def messages(self) -> dict[int, bytes] | None:
-        """Batch position -> bytes of the vector."""
+        """Return batch position -> bytes of the vector, or None without vectors."""
         found = {i: row.tobytes() for positions, matrix in self.parts for i, row in zip(positions, matrix.numpy())}
         return found or None
 
@@ -57,7 +57,7 @@ class Pooling:
         return bool(self.rows) and not self.rows.keys().isdisjoint(step.rows)
 
     def token_types(self, batch: InputBatch) -> torch.Tensor | None:
-        """1 for the tokens of the second texts of pairs, else 0: `[T]` int64, or None without pairs."""
+        """Return 1 for the tokens of the second texts of pairs, else 0: `[T]` int64, or None without pairs."""
         step = batch.step
         if self._second_starts.keys().isdisjoint(step.rows):
             return None
@@ -82,12 +82,20 @@ class Pooling:
                 ended.setdefault(self.rows[row], []).append(i)
         parts = []
         for params, positions in ended.items():
+            if params.task == "token_classify":  # such a prompt is whole in its step
+                starts = batch.query_start_loc
+                parts += [([i], self._logits(hidden[starts[i] : starts[i + 1]])) for i in positions]
+                continue
             rows = [step.rows[i] for i in positions]
             vectors = pooler.finish(
                 [self._pending[row] for row in rows], [self.table.num_prompt_tokens[row] for row in rows]
             )
             parts.append((positions, self.platform.to_host(self._vectors(params, vectors))))
         return Pooled(parts)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens of a prompt in one row `[1, n * num_labels]`."""
+        return self.platform.to_host(hidden.float().reshape(1, -1))
 
     def commit(self) -> None:
         """Record that the step of the last `compute` succeeded."""

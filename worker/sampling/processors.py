@@ -77,7 +77,7 @@ class LogitsProcessor(ABC):
         return logits.as_strided(((len(logits) - 1) * stride + logits.shape[1],), (1,)), self._composed[2]
 
     def _using(self, batch: SamplingBatch) -> list[tuple[int, Any]]:
-        """(batch index, entry) of the rows that use this processor."""
+        """Return (batch index, entry) of the rows that use this processor."""
         return [(i, self.rows[row]) for i, row in enumerate(batch.rows) if row in self.rows]
 
     def _token_ids(self, name: str, token_ids: list[int]) -> torch.Tensor:
@@ -88,7 +88,7 @@ class LogitsProcessor(ABC):
         return self.platform.to_device(np.array(numbers, dtype=np.int64))
 
     def _elements(self, which: list[int], token_ids: list[torch.Tensor], stride: int) -> torch.Tensor:
-        """Flat indices of the logits of `token_ids[i]` in the batch's row `which[i]`."""
+        """Return flat indices of the logits of `token_ids[i]` in the batch's row `which[i]`."""
         return self._repeated([i * stride for i in which], token_ids).add_(torch.cat(token_ids))
 
     def _repeated(self, numbers: list[int], parts: list[torch.Tensor]) -> torch.Tensor:
@@ -111,7 +111,7 @@ class AllowedTokens(LogitsProcessor):
     def compose(
         self, using: list[tuple[int, torch.Tensor]], stride: int, batch: SamplingBatch
     ) -> tuple[list[slice], torch.Tensor, torch.Tensor]:
-        """(runs of consecutive rows, all rows, elements)."""
+        """Return (runs of consecutive rows, all rows, elements)."""
         which = [i for i, _ in using]
         runs: list[slice] = []
         for i in which:
@@ -164,7 +164,9 @@ class BadWords(LogitsProcessor):
     def compose(
         self, using: list[tuple[int, _Words]], stride: int, batch: SamplingBatch
     ) -> tuple[_Words, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(all words as one, batch index and start in the token table of each `before` token, elements to exclude)."""
+        """Return (all words as one, batch index and start in the token table of each `before` token, elements to
+        exclude).
+        """
         which = [i for i, _ in using]
         last, ends, before, distance, word = (
             [getattr(words, name) for _, words in using] for name in ("last", "ends", "before", "distance", "word")

@@ -223,7 +223,7 @@ class Sampler:
         return torch.where(values.isfinite(), token_ids, -1)
 
     def _indices(self, which: list[int], batch: SamplingBatch) -> torch.Tensor | slice:
-        """`which` as an index into the batch's tensors."""
+        """Return `which` as an index into the batch's tensors."""
         return (
             slice(None) if len(which) == len(batch.rows) else self.platform.to_device(np.array(which, dtype=np.int64))
         )
@@ -301,7 +301,7 @@ class LogprobRows:
         self.rows.pop(row, None)
 
     def requested(self, batch: SamplingBatch) -> dict[tuple[bool, bool], list[int]]:
-        """Batch indices of the rows that requested log-probabilities, by (processed, normalized)."""
+        """Return batch indices of the rows that requested log-probabilities, by (processed, normalized)."""
         requested: dict[tuple[bool, bool], list[int]] = {}
         if self.rows:
             for i, row in enumerate(batch.rows):

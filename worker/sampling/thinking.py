@@ -36,7 +36,7 @@ class EndOfThinking(LogitsProcessor):
         return bool(self.rows) and bool(self._due(batch))
 
     def _due(self, batch: SamplingBatch) -> list[int]:
-        """Batch indices of the rows at a position at which a token may have to be forced."""
+        """Return batch indices of the rows at a position at which a token may have to be forced."""
         due = []
         for i, row in enumerate(batch.rows):
             thinking = self.rows.get(row)

@@ -23,7 +23,7 @@ _MAX_PADDING = 0.1  # maximum fraction of padded layers; beyond it, smaller grou
 @dataclass(frozen=True, slots=True)
 class Full:
     """Keys `[num_kv_heads, k_dim]` and values `[num_kv_heads, v_dim]` of every token, and `scale_bytes` per head for
-    the scale of its key, and as many for that of its value. Sizes are per rank.
+    each of the scales of its key and value. Sizes are per rank.
     """
 
     num_kv_heads: int
@@ -40,7 +40,9 @@ class Full:
 
     @property
     def row_bytes(self) -> int:
-        """Granularity of shared pages: the size in bytes of a page that other layers share is a multiple of this."""
+        """Return the granularity of shared pages: the size in bytes of a page that other layers share is a multiple of
+        this.
+        """
         return math.lcm(self.k_dim * self.itemsize, self.v_dim * self.itemsize, self.scale_bytes or 1)
 
     @property
@@ -61,7 +63,7 @@ class Window(Full):
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Full):
-    """Like `Full`, but a token attends to those of its chunk only: positions are divided into chunks of `size`."""
+    """Like `Full`, but a token attends only to tokens of its chunk: positions are divided into chunks of `size`."""
 
     size: int
 
@@ -84,7 +86,7 @@ class Cross(Full):
 @dataclass(frozen=True, slots=True)
 class Latent:
     """One vector of `width` per token, shared by all heads (MLA, arXiv:2405.04434); its first `width - rope_width`
-    entries are also the values. `scale_bytes` are those of the scale of each of the two parts. With a window, older
+    entries are also the values. `scale_bytes` is the size of the scale of each of the two parts. With a window, older
     blocks are released.
     """
 
@@ -134,11 +136,11 @@ class Compressed:
 
 @dataclass(frozen=True, slots=True)
 class CompressedSizes:
-    """Attention to a window and to compressed keys (DeepSeek V4), in all of its layers; sizes of the whole model."""
+    """Attention to a window and to compressed keys (DeepSeek V4), the same in all layers; sizes of the whole model."""
 
     rank: int  # of the latents of queries
     rope_dim: int  # last entries of a head, which are rotated
-    groups: int  # of heads, whose attended values are projected apart
+    groups: int  # of heads, each with its own projection of attended values
     group_rank: int  # width of that projection of a group
     rate: int = 0  # tokens per compressed key, 0: none
     overlap: bool = False  # whether a compressed key also has a part of each token of the `rate` before
@@ -159,7 +161,7 @@ class LatentSizes:
 
     @property
     def width(self) -> int:
-        """Entries of the cache per token."""
+        """Return the entries of the cache per token."""
         return self.rank + self.rope_dim
 
     def expands(self, num_queries: int, length: int) -> bool:
@@ -190,8 +192,8 @@ CacheSpec = Full | Window | Chunk | Cross | Latent | Compressed
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """`layers[g]` are the indices of the layers of `groups[g]`, at most `layers_per_group` of them but for the group of
-    the layers with states, which is the last one.
+    """`layers[g]` are the indices of the layers of `groups[g]`, at most `layers_per_group` of them, except in the last
+    group, that of the layers with states.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -200,9 +202,9 @@ class CachePlan:
     specs: tuple[CacheSpec | None, ...]  # one per layer, None for a layer without a cache of its own
     states: tuple[State | None, ...] = ()  # one per layer, None for a layer without a state; () if there are none
     # for layers that draft tokens, whose indices follow those of the others: each has memory of its own in the pages of
-    # the group `draft_group`
+    # the group `draft_group`, or is a layer of a group of `layers` if that is None
     drafting: tuple[CacheSpec | None, ...] = ()
-    draft_group: int = 0
+    draft_group: int | None = 0
     sharing: tuple[int, ...] = ()  # number of layers of each group that share the page of one layer; () if it is 1
 
     def spec_of(self, layer: int) -> CacheSpec | None:
@@ -212,7 +214,7 @@ class CachePlan:
         """Return bytes that one page reserves per layer: the size of the largest layer, rounded up to whole rows of
         every kind.
         """
-        kinds = set(self.specs) - {None}
+        kinds = set(self.specs if self.draft_group is not None else self.specs + self.drafting) - {None}
         if not kinds:
             return 0
         largest = max(spec.page_bytes(block_size) for spec in kinds)
@@ -223,7 +225,8 @@ class CachePlan:
 
     def page_bytes(self, block_size: int, layers: Sequence[int] | None = None) -> int:
         """Return bytes of a page on a rank that has `layers`, by default all."""
-        drafting = sum(spec.page_bytes(block_size) for spec in self.drafting if spec)
+        apart = self.drafting if self.draft_group is not None else ()
+        drafting = sum(spec.page_bytes(block_size) for spec in apart if spec)
         return self.num_slabs(layers) * self.layer_page_bytes(block_size) + drafting
 
     def num_slabs(self, layers: Sequence[int] | None = None) -> int:
@@ -232,7 +235,7 @@ class CachePlan:
         """
         if layers is None:
             return self.layers_per_group
-        mine = set(layers)
+        mine = {*layers, *range(len(self.specs), len(self.specs) + len(self.drafting))}
         counts = (
             -(-len(mine.intersection(members)) // self.per_page(g))
             for g, members in enumerate(self.layers)
@@ -290,7 +293,7 @@ def plan_cache(
 def add_drafting(plan: CachePlan, specs: Sequence[CacheSpec | None]) -> CachePlan:
     """Give layers that draft tokens a place in the blocks of a group that keeps all tokens.
 
-    They see the blocks of that group, so a prefix that is found is found for them, too. Raises ValueError without such
+    They use the blocks of that group, so a prefix cache hit covers them, too. Raises ValueError without such
     a group.
     """
     for g, group in enumerate(plan.groups):
@@ -298,6 +301,26 @@ def add_drafting(plan: CachePlan, specs: Sequence[CacheSpec | None]) -> CachePla
             return replace(plan, drafting=tuple(specs), draft_group=g)
     raise ValueError(
         "--speculative-config: no layer of the model attends to all tokens: a draft model's keys would have no blocks"
+    )
+
+
+def add_heads(plan: CachePlan, spec: CacheSpec, count: int) -> CachePlan:
+    """Give the layers of `count` prediction heads a place. Those with a window get groups of their own: head i computes
+    a token up to i steps later than the model, so that its window ends up to i tokens earlier.
+    """
+    if spec.group.kind != "window":
+        return add_drafting(plan, [spec] * count)
+    size, first = plan.layers_per_group, len(plan.specs)
+    members = [tuple(range(first + i, first + min(i + size, count))) for i in range(0, count, size)]
+    group = CacheGroup("window", spec.group.window + count - 1)
+    place = len(plan.groups) - bool(plan.states)  # states are the last group
+    return replace(
+        plan,
+        groups=(*plan.groups[:place], *[group] * len(members), *plan.groups[place:]),
+        layers=(*plan.layers[:place], *members, *plan.layers[place:]),
+        sharing=plan.sharing and (*plan.sharing[:place], *[1] * len(members), *plan.sharing[place:]),
+        drafting=(spec,) * count,
+        draft_group=None,
     )
 
 

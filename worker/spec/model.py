@@ -47,7 +47,7 @@ class LayerSpec:
     # number of positions that a token attends to, None for all; in an encoder, to each side and with its own
     window: int | None = None
     chunk: int | None = None  # positions per chunk: a token attends to its chunk only; None without chunks
-    # a token of the output attends to the prompt and to the last so many tokens of the output, 0: to all
+    # a token of the output attends to the prompt and to this number of last tokens of the output, 0: to all
     output_window: int = 0
     rope: str | None = "default"  # a key of `ModelSpec.ropes`, None for no rotary embedding
     scale: float | None = None  # scale of attention scores, None for head_dim**-0.5
@@ -57,7 +57,7 @@ class LayerSpec:
     latent: LatentSizes | None = None  # for mixer "mla"
     latent_eps: float = 1e-6  # for the norms of latents, whatever the others have
     q_lora_rank: int | None = None  # for the latents of queries in mixer "mla", None without
-    # parts of the one tensor with q, k and v in the files, each with those of some heads; 0: it is not divided so
+    # parts of the one tensor with q, k and v in the files, each holding those of some heads; 0: not divided
     qkv_chunks: int = 0
     compressed: CompressedSizes | None = None  # for mixer "compressed"
     v_norm: bool = False  # whether heads of v are normalised, without a weight
@@ -79,11 +79,12 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class MTPSpec:
-    """A head with one layer that drafts tokens (`mtp.py`). Only the first of several heads is used."""
+    """`count` heads, each with one layer, that draft tokens (`mtp.py`): the i-th one drafts the i-th token."""
 
     layer: LayerSpec
     names: tuple[tuple[str, str], ...] = ()  # parts of names of the head's tensors, and those in the files
     hidden_first: bool = False  # whether `fc` reads the hidden state before the embedding
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class ModelSpec:
     learned_positions: int | None = None  # offset of position 0 in the table of learned position embeddings
     num_token_types: int = 0  # for an encoder
     embed_norm: bool = False  # whether the embeddings are normalised
+    embedding_size: int = 0  # output size of a projection of the last hidden states, 0 without one
     hidden_size_per_layer_input: int = 0  # for per-layer inputs (`per_layer.py`), 0 without
     vocab_size_per_layer_input: int = 0
     embed_scale: float = 1.0
@@ -126,14 +128,19 @@ class ModelSpec:
     implementation: str = "quire"  # or transformers, which reads the model from `folder`
     folder: str = ""
     vision: VisionSpec | None = None  # None: images are not served
-    mtp: MTPSpec | None = None  # a head that drafts tokens, if config.json has one
-    has_head: bool = False  # whether it is part of the model
+    mtp: MTPSpec | None = None  # heads that draft tokens, if config.json has any
+    has_head: bool = False  # whether they are part of the model
     captures: tuple[int, ...] = ()  # layers before which the streams are kept, for an EAGLE-3 head
     tower_prefixes: tuple[str, ...] = ()  # beginnings of the names of a wrapper's tensors outside the language model
 
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def pooled_size(self) -> int:
+        """Return the number of entries of the vectors that are pooled."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def is_encoder(self) -> bool:
@@ -154,12 +161,17 @@ class ModelSpec:
     def has_lm_head(self) -> bool:
         """Return whether the model generates text: its architecture is not a bare model, an encoder or a classifier."""
         name = self.architecture.removesuffix("LMHeadModel")
-        return not name.endswith(("Model", "ForSequenceClassification", "ForMaskedLM"))
+        return not self.is_encoder and not name.endswith(("Model", "ForSequenceClassification", "ForMaskedLM"))
+
+    @property
+    def labels_tokens(self) -> bool:
+        """Return whether a classifier labels each token of a prompt."""
+        return self.architecture.endswith("ForTokenClassification")
 
     @property
     def labels(self) -> list[str]:
-        """Names of a classifier's outputs; empty for other models."""
-        if not self.architecture.endswith("ForSequenceClassification"):
+        """Return the names of a classifier's outputs; empty for other models."""
+        if not self.architecture.endswith(("ForSequenceClassification", "ForTokenClassification")):
             return []
         named = self.raw.get("id2label") or {}
         num_labels = len(named) or self.raw.get("num_labels") or 2
@@ -183,7 +195,7 @@ _SETTINGS_BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": 
 
 
 def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Add the settings of a file next to config.json, where older exports of modelopt, GPTQ and AWQ have them."""
+    """Add the settings of a file next to config.json, where older exports of modelopt, GPTQ and AWQ store them."""
     if raw.get("quantization_config") or raw.get("compression_config"):
         return raw
     for name, method in _SETTINGS_BESIDE.items():
@@ -200,19 +212,22 @@ def with_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _has_packed_weights(folder: str) -> bool:
-    """Return whether there are tensors as GPTQ and AWQ name them: a plain model may be accompanied by their tools'
-    settings.
-    """
+    """Return whether tensors have the names of GPTQ and AWQ: settings of these tools may accompany a plain model."""
     return any(name.endswith(".qweight") for name, _ in _stored_tensors(folder))
 
 
 def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> list[CacheSpec | None]:
     """Return the cache spec of each layer on each of `tp` ranks, with elements of `itemsize` bytes and scales of
-    `scale_bytes` per head; None for a layer that has no cache of its own. Then, if any layer has compressed keys, the
-    specs of those of each layer.
+    `scale_bytes` per head; None for a layer that has no cache of its own. If any layer has compressed keys, the specs
+    of each layer's compressed keys follow.
     """
     first = [cache_spec(layer, itemsize, tp, scale_bytes) for layer in spec.layers]
     return first + ([_compressed_spec(layer, itemsize) for layer in spec.layers] if has_compressed_keys(spec) else [])
+
+
+def num_caches(spec: ModelSpec) -> int:
+    """Return the number of entries of `cache_specs`; the layers of prediction heads follow them."""
+    return len(spec.layers) * (1 + has_compressed_keys(spec))
 
 
 def has_compressed_keys(spec: ModelSpec) -> bool:
@@ -241,7 +256,7 @@ def cache_spec(layer: LayerSpec, itemsize: int, tp: int = 1, scale_bytes: int = 
     if layer.compressed is not None:
         return Latent(layer.head_dim, layer.compressed.rope_dim, itemsize, window=layer.window)
     if layer.latent is not None:
-        return Latent(layer.latent.width, layer.latent.rope_dim, itemsize, scale_bytes)
+        return Latent(layer.latent.width, layer.latent.rope_dim, itemsize, scale_bytes, layer.window or 0)
     sizes = max(1, layer.num_kv_heads // tp), layer.head_dim, layer.v_head_dim, itemsize
     if layer.cross_length:
         return Cross(*sizes, layer.cross_length, scale_bytes=scale_bytes)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class RoutingSpec:
     """The choice of a token's experts and their weights by its router logits.
 
-    A score per expert; the experts with the largest scores (plus correction biases, if there are any), possibly of the
-    best groups of experts only; and their weights, which come from the scores without biases.
+    Each expert has a score. The experts with the largest scores (plus correction biases, if there are any) are chosen,
+    possibly only from the best groups. Their weights come from the scores without biases.
     """
 
     num_experts: int

@@ -72,7 +72,7 @@ class DeltaSpec:
     v_dim: int
     width: int
     grouped: bool = False  # the checkpoint holds q, k, v and z of each key head together (Qwen3-Next)
-    grouped_gates: bool = False  # the same, of b and a
+    grouped_gates: bool = False  # the same for b and a
     neg_eigval: bool = False  # beta is doubled
     tiled: bool = False  # value head i is of key head i % num_k_heads (GGUF), not of i // (num_v_heads / num_k_heads)
     # for mixers "separate_delta" and "kimi_delta" only
@@ -210,4 +210,22 @@ class LightningSpec:
         check_split("num_attention_heads", self.num_heads, tp)
 
 
-StateSpec = ShortConvSpec | DeltaSpec | Mamba2Spec | Mamba1Spec | PlamoMambaSpec | LightningSpec
+@dataclass(frozen=True, slots=True)
+class HeadConvSpec:
+    """Convolutions of the heads of q and k, and delayed values, in front of attention (ZAYA)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    widths: tuple[int, int]
+
+    def shapes(self, tp: int) -> Shapes:
+        convolved, delayed = (self.num_heads + self.num_kv_heads) // tp, self.num_kv_heads * self.head_dim // 2
+        return ((sum(self.widths) - 2, convolved * self.head_dim + delayed),)
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""
+        check_split("num_key_value_heads", self.num_kv_heads, tp)
+
+
+StateSpec = HeadConvSpec | ShortConvSpec | DeltaSpec | Mamba2Spec | Mamba1Spec | PlamoMambaSpec | LightningSpec

@@ -19,13 +19,19 @@ class VisionSpec:
     # decoder layers, from the first, that add a part of their own to the hidden states of image tokens (deepstack)
     num_deep: int = 0
     mrope: bool = False  # whether positions have three axes; `RopeSpec.axes` says how they are used
-    # for a model whose decoder attends to the encoder's output: embeddings of each audio; 0: they replace placeholders
+    # if the decoder attends to the encoder's output: embeddings of each audio; 0: embeddings replace placeholders
     cross: int = 0
     audio: bool = False  # whether it reads audio instead of images
+    video_token_id: int | None = None  # the placeholder of videos, if they have their own
 
     def width(self, hidden_size: int) -> int:
-        """Entries of one embedding that the encoder returns."""
+        """Return the entries of one embedding that the encoder returns."""
         return hidden_size * (1 + self.num_deep)
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Return the token ids that embeddings replace."""
+        return (self.image_token_id,) if self.video_token_id is None else (self.image_token_id, self.video_token_id)
 
 
 def read_image_token_id(config: dict[str, Any]) -> int:

@@ -36,12 +36,12 @@ class Loaded:
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters and tables."""
+        """Return bytes of the parameters and tables."""
         return sum(map(_weight_bytes, (self.model, self.draft)))
 
     @property
     def cached(self) -> nn.ModuleList:
-        """The modules whose layers have a KV cache."""
+        """Return the modules whose layers have a KV cache."""
         return nn.ModuleList([self.model] if self.draft is None else [self.model, self.draft])
 
 
@@ -65,12 +65,12 @@ def _load(resolved: Resolved, progress: ReportProgress) -> Loaded:
     model.round_for_products()
     draft = _load_draft(resolved, model, progress)
     if resolved.pooling is not None:
-        model.pooler = Pooler(resolved.pooling, spec.hidden_size, platform.device, read_tensor)
+        model.pooler = Pooler(resolved.pooling, spec.pooled_size, platform.device, read_tensor)
     adapters = None
     if resolved.lora is not None:
         adapters = Adapters(model, platform, resolved.lora, limits.deterministic)
     depth = resolved.config.scheduler.steps_in_flight or pp().size + 1
-    max_draft = limits.speculation.most if limits.speculation.is_on else 0
+    max_draft = limits.speculation.max_drafts if limits.speculation.is_on else 0
     stage = pipeline_stage(pp(), depth, model.received_width, limits.dtype, platform.device, max_draft)
     return Loaded(model, draft, adapters, stage, one_call)
 

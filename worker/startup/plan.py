@@ -22,7 +22,7 @@ class Planned:
 
     memory: MemoryPlan
     num_blocks: int
-    num_states: int  # pages for states, those for drafts aside
+    num_states: int  # pages for states, excluding those for drafts
     num_spares: int  # pages for the states between drafts
     max_model_len: int
     choices: list[Choice]
@@ -39,19 +39,20 @@ def estimated(resolved: Resolved) -> Sizes:
         _activations(resolved),
         _graphs(resolved),
         estimates.estimate_images(spec, limits, resolved.platform),
-        estimates.estimate_adapters(spec, resolved.lora, tp, pp),
+        estimates.estimate_adapters(spec, resolved.lora, tp * pp, ops),
         _offload(resolved),
     )
 
 
 def measured(resolved: Resolved, loaded: Loaded) -> Sizes:
     """Return the bytes of each part of this rank, measured where that is possible."""
+    ops = resolved.platform.ops
     return Sizes(
         loaded.weights,
         _activations(resolved, loaded),
         _graphs(resolved) if loaded.one_call else 0,
         estimates.estimate_images(resolved.spec, resolved.limits, resolved.platform) if loaded.stage.first else 0,
-        0 if loaded.adapters is None else resolved.lora.num_bytes(loaded.adapters.targets),
+        0 if loaded.adapters is None else resolved.lora.num_bytes(loaded.adapters.targets, ops.adapter_copies),
         _offload(resolved),
     )
 
@@ -87,7 +88,7 @@ def plan(resolved: Resolved, sizes: Sizes, ranks: Ranks) -> Planned:
     room = DeviceMemory(platform.name, total, available, platform.shares_ram)
     found, num_blocks, num_states, choices = memory.plan_memory(config, spec, limits, room, sizes)
     # each rank measures its own memory, but block ids are common to all
-    num_blocks, num_states = ranks.least([num_blocks, num_states])
+    num_blocks, num_states = ranks.minimum([num_blocks, num_states])
     kv_bytes = num_blocks * found.bytes_per_block
     found = msgspec.structs.replace(found, kv_cache=kv_bytes, reserve=found.reserve + found.kv_cache - kv_bytes)
     groups = resolved.cache.groups
@@ -101,8 +102,8 @@ def plan(resolved: Resolved, sizes: Sizes, ranks: Ranks) -> Planned:
 
 
 def promise(resolved: Resolved, planned: Planned) -> None:
-    """Let servers that start on this machine know the RAM of this rank. Engines of one server were told to share what
-    is available.
+    """Let servers that start on this machine know the RAM of this rank. Engines of one server were told to share the
+    available RAM.
     """
     ram, found = resolved.tier_ram, planned.memory
     if resolved.platform.shares_ram:

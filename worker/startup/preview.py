@@ -16,7 +16,8 @@ def preview(config: Config, *, files: bool = False, draft_files: bool = False) -
     """Estimate what a worker would report, from config.json and the memory that is free now. With `files` and
     `draft_files`, the headers of the weights of the model and of the draft model are compared with it.
 
-    Raises ValueError as the worker would: both run the same stages, and this one compares where the worker loads.
+    Raises ValueError as the worker would: both run the same stages, but this one compares headers where the worker
+    loads weights.
     """
     ranks = Ranks(config)
     resolved = resolve(config, ranks, preview=True)

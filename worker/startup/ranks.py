@@ -28,7 +28,7 @@ class Ranks:
     def join(self, platform: Platform) -> None:
         """Join the process groups, and agree with the other ranks on the operations to use."""
 
-    def least(self, numbers: list[int]) -> list[int]:
+    def minimum(self, numbers: list[int]) -> list[int]:
         """Return the least of each number over all ranks, which call this in the same order."""
         return numbers
 
@@ -56,10 +56,10 @@ class JoinedRanks(Ranks):
         if (group := tp()).size > 1 and (reason := platform.share_memory(group)) != "" and group.rank == 0:
             logger.info("all-reduces of small tensors: %s", f"NCCL, {reason}" if reason else "symmetric memory")
         # ranks repeat parts of each other's work and must get the same results
-        if self.size > 1 and not self.least([int(platform.ops.name != "torch")])[0]:
+        if self.size > 1 and not self.minimum([int(platform.ops.name != "torch")])[0]:
             platform.give_up_ops("not all ranks had them at start")
 
-    def least(self, numbers: list[int]) -> list[int]:
+    def minimum(self, numbers: list[int]) -> list[int]:
         if self.size == 1 or not numbers:
             return numbers
         least = torch.tensor(numbers, device=self._device)

@@ -46,4 +46,6 @@ def ready(
         pooling=pooling,
         works_idle=works_idle,
         gives_back=gives_back,
+        overlaps=platform.overlaps,
+        compiles_at_use=platform.compiles_at_use,
     )

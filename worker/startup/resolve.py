@@ -48,12 +48,13 @@ class Resolved:
 
     @property
     def tier_ram(self) -> int:
-        """Bytes of RAM that the tiers of a rank may take."""
+        """Return bytes of RAM that the tiers of a rank may take."""
         return ram_bytes(self.tiers) // self.num_ranks
 
 
 def resolve(config: Config, ranks: Ranks, *, preview: bool = False) -> Resolved:
-    """Read the model's files but its weights, start the device, and join the other ranks. A `preview` compiles nothing.
+    """Read the model's files except its weights, start the device, and join the other ranks. A `preview` compiles
+    nothing.
 
     Raises ValueError for each setting that does not fit the model, the device or the machine. Refusals that need no
     device come first: a rank must not wait for one that has refused.
@@ -71,7 +72,7 @@ def resolve(config: Config, ranks: Ranks, *, preview: bool = False) -> Resolved:
     memory = platform.memory(num_local)
     ranks.join(platform)
     shares = not (spec.is_encoder or spec.crosses)  # whether requests begin with others' prefixes
-    tiers = plan_tiers(config, platform, ranks.least) if shares else []  # before any rank promises memory
+    tiers = plan_tiers(config, platform, ranks.minimum) if shares else []  # before any rank promises memory
     limits = resolve_limits(config, spec, platform)
     spec = limits.with_drafts(spec)
     check_cache(config, spec, limits)

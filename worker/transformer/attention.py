@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
     def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
         """Store the keys and values of qkv `[T, _]`, which may be overwritten, and return q `[T, heads, D]`."""
         if self.attn.v_head_dim != self.attn.head_dim:
-            return self._write_apart(qkv, rotation, meta)
+            return self._write_uneven(qkv, rotation, meta)
         return self.qk_norm_rope_write(
             qkv,
             *self.head_norms(),
@@ -109,8 +109,8 @@ class SelfAttention(nn.Module):
             self.attn.num_heads,
         )
 
-    def _write_apart(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
-        """`write_cache` of heads whose values are not as wide as their keys."""
+    def _write_uneven(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
+        """Do `write_cache` for heads whose values are not as wide as their keys."""
         q, k, v = self.split(qkv)
         rows = rotation.cos_sin[rotation.positions]
         q, k = (
@@ -176,7 +176,7 @@ class WholeNormAttention(SelfAttention):
         qk = qkv[:, : q + k].float()
         squares = torch.stack([half.square().sum(-1) for half in qk.split([q, k], -1)], -1)  # [T, 2]
         squares = self.group.all_reduce(squares) if self.group.size > 1 else squares
-        # the sizes stay numbers of the host: a tensor of them would be copied to the device in every layer
+        # the sizes stay on the host: a tensor of them would be copied to the device in every layer
         q_scale = rsqrt(squares[:, :1] / self.sizes[0] + self.eps)
         k_scale = rsqrt(squares[:, 1:] / (self.sizes[1] * self.copies) + self.eps)
         qkv[:, :q] = qk[:, :q] * q_scale * self.q_norm.weight
@@ -288,7 +288,7 @@ class SharedCacheAttention(nn.Module):
 
 
 class GatedAttention(SelfAttention):
-    """The sigmoid of a gate, which q_proj holds after the queries of each head, multiplies the attended values
+    """Multiplies the attended values by the sigmoid of a gate, which q_proj holds after the queries of each head
     (Qwen3-Next). Normalises each head of q and k.
     """
 
@@ -394,7 +394,7 @@ GATE_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid"
 
 
 def gated(attended: torch.Tensor, logits: torch.Tensor, activation: str = "sigmoid") -> torch.Tensor:
-    """attended `[T, heads * D]` times the activation of logits `[T, heads]` or `[T, heads * D]`."""
+    """Return attended `[T, heads * D]` times the activation of logits `[T, heads]` or `[T, heads * D]`."""
     gate = GATE_ACTIVATIONS[activation](logits.float()).to(attended.dtype)
     if gate.shape == attended.shape:
         return attended * gate
@@ -410,7 +410,7 @@ def rope_view(spec: ModelSpec, kind: LayerSpec) -> View | None:
 
 
 def attention_sinks(num_heads: int, mine: int, prefix: str) -> nn.Parameter:
-    """Return the sinks of this rank's heads, a score each."""
+    """Return the sinks of this rank's heads, one score each."""
     sinks = empty_parameter(mine, parts=[Part(f"{prefix}.sinks", (num_heads,), ((0, tp().rank * mine, mine),))])
     sinks.dummy_mean = 0.0
     return sinks

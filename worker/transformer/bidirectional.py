@@ -29,6 +29,7 @@ class BidirectionalAttention(nn.Module):
         self.qkv_proj = qkv_projection(spec, kind, prefix, weights)
         self.o_proj = out_projection(spec, kind, prefix, weights)
         self.head_dim, self.window, self.scale, self.rotates = kind.head_dim, kind.window, kind.scale, bool(kind.rope)
+        self.v_eps = spec.norm_eps if kind.v_norm else None
         self.q_norm = self.k_norm = None
         if kind.qk_norm is not None:
             assert kind.qk_norm == "head", kind.qk_norm
@@ -41,6 +42,8 @@ class BidirectionalAttention(nn.Module):
         q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split([heads, kv_heads, kv_heads], 1)
         if self.q_norm is not None:
             q, k = (rms_norm(part, norm.weight, norm.eps) for part, norm in ((q, self.q_norm), (k, self.k_norm)))
+        if self.v_eps is not None:
+            v = rms_norm(v, None, self.v_eps)
         if self.rotates:
             angles = call.rotation.cos_sin[call.rotation.positions]
             q, k = apply_rotary(q, angles), apply_rotary(k, angles)
@@ -55,7 +58,7 @@ class BidirectionalAttention(nn.Module):
         return attended[0].transpose(0, 1).flatten(1)
 
     def attend_near(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention within the window. Each piece of the queries reads the keys that one of them attends to."""
+        """Attend within the window. Each piece of the queries reads the keys that any of them attends to."""
         length, reach = q.shape[2], self.window - 1
         size, pieces = max(self.window, 64), []
         for start in range(0, length, size):
@@ -66,7 +69,7 @@ class BidirectionalAttention(nn.Module):
         return torch.cat(pieces, 2)
 
     def dot(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attention where `mask` `[queries, keys]` is true."""
+        """Attend where `mask` `[queries, keys]` is true."""
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=grouped)
 

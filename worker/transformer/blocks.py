@@ -25,6 +25,7 @@ from quire.worker.transformer.bidirectional import BidirectionalAttention
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.cross import CrossAttention
 from quire.worker.transformer.mixers.compressed import CompressedAttention
+from quire.worker.transformer.mixers.convolved import ConvolvedAttention
 from quire.worker.transformer.mixers.delta import GatedDeltaNet
 from quire.worker.transformer.mixers.lightning import Lightning, RotaryLightning
 from quire.worker.transformer.mixers.mamba1 import Mamba1
@@ -43,6 +44,7 @@ MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "attention": self_attention,
     "mla": MLAttention,
     "compressed": CompressedAttention,
+    "convolved": ConvolvedAttention,
     "bidirectional": BidirectionalAttention,
     "cross": CrossAttention,
     "short_conv": ShortConv,
@@ -102,7 +104,7 @@ class DecoderLayer(nn.Module):
         return self.scaled(self.mlp(x)), residual
 
     def round_for_products(self) -> None:
-        """Let norms attach their results in 8 bits for products that take them so. Call it when the products have
+        """Let norms attach their results in 8 bits for products that take that form. Call this once the products have
         their methods.
         """
         for name, part in self.feeds:
@@ -120,7 +122,7 @@ class DecoderLayer(nn.Module):
 
 
 class ExpertsNormLayer(DecoderLayer):
-    """Also normalises what experts add (A.X K1)."""
+    """Also normalises the experts' output (A.X K1)."""
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)

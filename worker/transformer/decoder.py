@@ -7,7 +7,8 @@ Llama's checkpoints, so a parameter's path is its tensor's name, but for a famil
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -86,7 +87,7 @@ class Decoder(nn.Module):
 
     @property
     def received_width(self) -> int:
-        """Number of entries per token that this stage receives from the one before it."""
+        """Return the number of entries per token that this stage receives from the one before it."""
         return (1 + sum(layer < self._first_layer for layer in self.captures)) * self.spec.hidden_size
 
     @property
@@ -107,7 +108,7 @@ class Decoder(nn.Module):
         return self._fused
 
     def embed(self, call: StageCall) -> torch.Tensor:
-        """Input of the first layer, `[T, H]`."""
+        """Return the input of the first layer, `[T, H]`."""
         x = self.embed_tokens(call.input_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
@@ -166,7 +167,8 @@ class RotaryEmbeddings(nn.Module):
 
     def __init__(self, spec: ModelSpec, max_model_len: int):
         super().__init__()
-        used = {layer.rope: layer for layer in spec.layers if layer.attends or layer.rope}
+        layers = (*spec.layers, spec.mtp.layer) if spec.has_head else spec.layers
+        used = {layer.rope: layer for layer in layers if layer.attends or layer.rope}
         self.tables = nn.ModuleDict(
             {
                 name: RotaryEmbedding(
@@ -212,6 +214,9 @@ class CausalLM(ConfigReader, nn.Module):
     ignored: ClassVar[tuple[str, ...]] = ()
     # patterns of the decoder's matrices that the checkpoint holds as [in, out]
     transposed: ClassVar[tuple[str, ...]] = ()
+    prediction_head: ClassVar[type[nn.Module]] = PredictionHead  # of (spec, its index, format of its weights)
+    # errors of single prompts of the last step, by batch position: only code of transformers fails for single prompts
+    failures: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
@@ -226,7 +231,7 @@ class CausalLM(ConfigReader, nn.Module):
             name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
             tied_to = getattr(self.model, "embed_tokens", None) if spec.tie_word_embeddings else None
             if spec.has_head:
-                self.mtp = PredictionHead(spec, weights)
+                self.mtp = nn.ModuleList(self.prediction_head(spec, i, weights) for i in range(spec.mtp.count))
             self.lm_head = ParallelLMHead(spec.vocab_size, spec.hidden_size, name, tied_to, weights.head(name))
 
     @property
@@ -239,7 +244,7 @@ class CausalLM(ConfigReader, nn.Module):
         return Decoder(spec, max_model_len, weights)
 
     def make_classifier(self, spec: ModelSpec) -> nn.Module:
-        """Build what maps a pooled hidden state to the logits of the labels."""
+        """Build the module that maps pooled hidden states to the logits of the labels."""
         return nn.Linear(spec.hidden_size, len(spec.labels), bias=False)
 
     def forward(
@@ -273,17 +278,31 @@ class CausalLM(ConfigReader, nn.Module):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def predict(
-        self, next_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attn: GroupedMetadata
+        self,
+        next_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attn: GroupedMetadata,
+        depth: int = 0,
     ) -> torch.Tensor:
-        """Map hidden states `[T, H]` of tokens at `positions`, and the tokens `[T]` that follow them, to hidden states
-        of the head that drafts tokens: `logits` makes of them those of the tokens after the next ones.
+        """Map hidden states `[T, H]` of tokens at `positions`, and the tokens `[T]` that follow them by `depth` + 1
+        places, to hidden states of head `depth`. `draft_logits` maps these to the logits of the tokens one place
+        further.
         """
-        rotation = self.model.rotary_emb(positions).get(self.mtp.rope)
+        head = self.mtp[depth]
         embedded = self.model.embed(StageCall(next_ids, positions, attn))
-        return self.mtp(embedded, hidden, LayerCall(rotation, attn))
+        return head(embedded, hidden, LayerCall(self.model.rotary_emb(positions).get(head.rope), attn))
+
+    def draft_logits(self, hidden: torch.Tensor, depth: int) -> torch.Tensor:
+        """Map hidden states `[S, H]` of head `depth` to logits `[S, vocab_size]`."""
+        return self.logits(self.mtp[depth].read(hidden))
+
+    def read_by_heads(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that the first head reads after a pass that returned `hidden` `[T, H]`."""
+        return hidden
 
     def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """`logits` in the model's dtype, if its head multiplies in it and nothing follows, else None."""
+        """Return `logits` in the model's dtype, if its head multiplies in it and nothing follows, else None."""
         plain = self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None
         return self.lm_head.rounded_logits(hidden) if plain else None
 
@@ -304,7 +323,7 @@ class CausalLM(ConfigReader, nn.Module):
         return embedding + middle + last.exchanges(num_tokens, num_needed)
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """argmax of each row of `logits`, int64 `[S]`, or None if computing all logits is faster."""
+        """Return argmax of each row of `logits`, int64 `[S]`, or None if computing all logits is faster."""
         return self.lm_head.largest(hidden)
 
     def use(self, ops: Ops) -> None:
@@ -325,7 +344,7 @@ class CausalLM(ConfigReader, nn.Module):
 
     def round_for_products(self) -> None:
         """Let norms and activations attach their results in 8 bits where products, whose weights are loaded and packed,
-        take them so.
+        take that form.
         """
         for module in self.modules():
             if module is not self and hasattr(module, "round_for_products"):
@@ -339,7 +358,9 @@ class CausalLM(ConfigReader, nn.Module):
         return found.placed(names, "model.embed_tokens.weight")
 
     def has_elsewhere(self, name: str, names: TensorNames) -> bool:
-        """Return whether another rank holds the checkpoint tensor `name`, or none because the layer drafts tokens."""
+        """Return whether another rank holds the checkpoint tensor `name`, or no rank does because the layer drafts
+        tokens.
+        """
         if (layer := names.layer(name)) is not None:
             if layer >= self.spec.num_hidden_layers:
                 return any(self.spec.raw.get(key) for key in _DRAFTING) or names.drafts(layer)

@@ -1,5 +1,6 @@
 """Hyper-connections (https://arxiv.org/abs/2409.19606) with mixing matrices whose rows and columns sum up to 1
-(https://arxiv.org/abs/2512.24880): several residual streams, of which each half of a layer reads a weighted sum.
+(https://arxiv.org/abs/2512.24880): several residual streams, a weighted sum of which is the input of each half of a
+layer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class HyperConnection(nn.Module):
             self.register_parameter(name, empty_parameter(*shape, parts=[part], dtype=torch.float32))
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(what the half reads `[T, H]`, weights of its result per stream `[T, S]`, and of old streams per new one
+        """Return (the half's input `[T, H]`, weights of its result per stream `[T, S]`, and of old streams per new one
         `[T, S, S]`).
         """
         size = self.streams
@@ -72,12 +73,12 @@ class HyperLayer(DecoderLayer):
         return write(streams, self.feed_forward(self.post_attention_layernorm(read), call), *weights), None
 
     def feed_forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """Return the MLP's output for x, the norm of what it reads."""
+        """Return the MLP's output for x, the norm of its input."""
         return self.mlp(x)
 
 
 class HyperDecoder(Decoder):
-    """All streams begin as the embeddings; the last norm reads their mean, or what `merge` makes of them."""
+    """All streams begin as the embeddings; the last norm reads their mean, or another result of `merge`."""
 
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
@@ -102,7 +103,7 @@ class HyperDecoder(Decoder):
         return None
 
     def merge(self, streams: torch.Tensor) -> torch.Tensor:
-        """Return what the last norm reads `[T, H]`."""
+        """Return the input `[T, H]` of the last norm."""
         return streams.mean(1)
 
 

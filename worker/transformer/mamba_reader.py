@@ -46,11 +46,27 @@ def mamba2(values: dict[str, Any], **changes: Any) -> Mamba2Spec:
     return Mamba2Spec(**fields | changes)
 
 
+def pure_mamba2(values: dict[str, Any], num_heads: int, head_dim: int, state_size: int) -> Mamba2Spec:
+    """Return the mixer of a layer that has nothing else. Nemotron-H and Mamba 2 name the sizes differently."""
+    return Mamba2Spec(
+        num_heads,
+        head_dim,
+        state_size,
+        values["n_groups"],
+        values["conv_kernel"],
+        values["use_conv_bias"],
+        values["use_bias"],
+        *time_step_limit(values),
+        norm_groups=values["n_groups"],
+        eps=values["rms_norm_eps"],
+    )
+
+
 def time_step_limit(values: dict[str, Any]) -> tuple[float, float]:
     """Return the bounds of the time step, `time_step_limit` of config.json; transformers writes an infinite one as an
     object. `time_step_min` and `time_step_max` are no bounds, but the range that the biases were drawn from before the
-    training: the published code, vLLM and llama.cpp do not read them, transformers' Nemotron-H and Zamba 2 take the
-    lower one for a bound in prompts, though not in decoding (huggingface/transformers#48989).
+    training: the published code, vLLM and llama.cpp do not read them, transformers' Nemotron-H and Zamba 2 use the
+    lower one as a bound in prompts, though not in decoding (huggingface/transformers#48989).
     """
     low, high = (
         float(bound["__float__"] if isinstance(bound, dict) else bound)

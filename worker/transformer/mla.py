@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from quire.worker.attention.base import AttentionMetadata
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
@@ -18,15 +20,17 @@ from quire.worker.layers.linear import (
 )
 from quire.worker.layers.mla import LatentAttention
 from quire.worker.layers.norm import RMSNorm
-from quire.worker.layers.rotary import apply_rotary
+from quire.worker.layers.rotary import Rotation, apply_rotary
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import Exchange, split_size, tp
+from quire.worker.platforms.ops import Ops
 from quire.worker.spec.cache import LatentSizes
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.attention import attention_sinks, gate_projection, gated
 from quire.worker.transformer.calls import LayerCall
 
+TORCH = Ops()
 # keys of config.json, with defaults of DeepSeek
 MLA_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -51,7 +55,7 @@ class MLAFamily:
         cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
     ) -> tuple[LayerSpec, ...]:
         layers = super().layer_specs(values, raw, ropes)
-        return tuple(_latent_layer(values, ropes, layer) if layer.attends else layer for layer in layers)
+        return tuple(latent_layer(values, ropes, layer) if layer.attends else layer for layer in layers)
 
 
 def _complete_sizes(values: dict[str, Any]) -> None:
@@ -62,13 +66,13 @@ def _complete_sizes(values: dict[str, Any]) -> None:
             raise ValueError(f"{key} must be a positive integer, not {values[key]!r}")
     if values["attention_bias"] and values["q_lora_rank"] is None:
         raise ValueError("attention_bias true is not supported with q_lora_rank null")
-    # the rotary embedding turns a part of the head that is a head of its own
+    # the rotary embedding rotates a part of the head that is a head of its own
     values.update(head_dim=values["qk_rope_head_dim"] or None, partial_rotary_factor=1.0)
     values["num_key_value_heads"] = values["num_attention_heads"]
 
 
-def _latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: LayerSpec) -> LayerSpec:
-    """`layer` with the latent attention that `values` describe."""
+def latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: LayerSpec) -> LayerSpec:
+    """Return `layer` with the latent attention that `values` describe."""
     sizes = LatentSizes(
         *(values[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     )
@@ -87,7 +91,7 @@ def _latent_layer(values: dict[str, Any], ropes: dict[str, RopeSpec], layer: Lay
 
 
 def _magnitude(rope: RopeSpec) -> float:
-    """Return the factor of keys and of queries in the scores that scaled embeddings with `mscale_all_dim` ask for."""
+    """Return the factor of keys and of queries in the scores, which scaled embeddings with `mscale_all_dim` set."""
     scaling = rope.scaling or {}
     mscale, factor = scaling.get("mscale_all_dim") or 0, scaling.get("factor") or 1.0
     return 1.0 + 0.1 * mscale * math.log(factor) if mscale and factor > 1 else 1.0
@@ -119,8 +123,22 @@ class KeysThenValues(RowOrder):
         return torch.cat((k.flatten(0, 1), v.flatten(0, 1)))
 
 
+class Angles:
+    """The angles of a step's tokens: `table` is (cosines and sines by position, positions), `rows` those of each token.
+    """
+
+    def __init__(self, rotation: Rotation) -> None:
+        self.table = rotation.cos_sin, rotation.positions
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        cos_sin, positions = self.table
+        return cos_sin[positions]
+
+
 class MLAttention(nn.Module):
-    """Maps x `[T, H]` to `[T, H]`, or to its rows in `needed_rows`. The latents of all tokens are stored in the cache.
+    """Maps x `[T, H]` to `[T, H]`, or to its rows in `needed_rows`. The latents of all tokens are stored in the cache,
+    unless the layer reads those of another one (`LayerSpec.kv_from`).
 
     Ranks split the heads; every rank computes and stores all latents.
     """
@@ -140,8 +158,12 @@ class MLAttention(nn.Module):
         rank = kind.q_lora_rank
         first = mine if rank is None else Shard(f"{prefix}.q_a_proj", rank, 0, rank)
         latent = Shard(f"{prefix}.kv_a_proj_with_mqa", sizes.width, 0, sizes.width, first.length, kv_view)
+        self.writes = kind.kv_from is None
         self.in_proj = ColumnParallelLinear(
-            spec.hidden_size, [first, latent], spec.attention_bias, weights.linear(f"{prefix}.in_proj")
+            spec.hidden_size,
+            [first, latent] if self.writes else [first],
+            spec.attention_bias,
+            weights.linear(f"{prefix}.in_proj"),
         )
         self.q_a_layernorm = self.q_b_proj = None
         if rank is not None:
@@ -149,7 +171,7 @@ class MLAttention(nn.Module):
             self.q_b_proj = ColumnParallelLinear(
                 rank, [replace(mine, prefix=f"{prefix}.q_b_proj")], False, weights.linear(f"{prefix}.q_b_proj")
             )
-        self.kv_a_layernorm = RMSNorm(sizes.rank, kind.latent_eps)
+        self.kv_a_layernorm = RMSNorm(sizes.rank, kind.latent_eps) if self.writes else None
         up = sizes.nope_dim + sizes.v_dim
         shard = Shard(
             f"{prefix}.kv_b_proj",
@@ -170,24 +192,56 @@ class MLAttention(nn.Module):
         )
         self.g_proj = gate_projection(spec, kind, prefix, weights)
         sinks = attention_sinks(kind.num_heads, heads, prefix) if kind.sinks else None
-        self.attn = LatentAttention(heads, sizes, layer, kind.scale, sinks)
+        self.attn = LatentAttention(heads, sizes, layer, kind.scale, sinks, kind.kv_from, kind.window)
+        self.ops = TORCH
+
+    def use(self, ops: Ops) -> None:
+        """Switch to a platform's operations."""
+        self.ops = ops
 
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        meta, sizes, rotation = call.attn[self.attn.cache_group], self.sizes, call.rotation
-        q, c, k_pe = self.in_proj(x).split([self.in_proj.out_features - sizes.width, sizes.rank, sizes.rope_dim], -1)
+        meta, sizes = call.attn[self.attn.cache_group], self.sizes
+        width = sizes.width if self.writes else 0
+        q, latent = self.in_proj(x).split([self.in_proj.out_features - width, width], -1)
+        angles = Angles(call.rotation) if self.rotates else None
+        if self.writes:
+            self.write(latent, angles, meta)
         if self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
-        if rotation.query_scale is not None:
-            q = q * rotation.query_scale[:, None].to(q.dtype)
-        q_nope, q_pe = q.unflatten(-1, (self.attn.num_heads, -1)).split([sizes.nope_dim, sizes.rope_dim], -1)
-        if self.rotates:
-            rows = rotation.cos_sin[rotation.positions]
-            k_pe, q_pe = apply_rotary(k_pe.unsqueeze(1), rows).squeeze(1), apply_rotary(q_pe, rows)
-        self.attn.write(torch.cat((self.kv_a_layernorm(c.contiguous()), k_pe), -1), meta)
+        q = self.scale_queries(q, call).unflatten(-1, (self.attn.num_heads, -1))
+        q_nope, q_pe = q.split([sizes.nope_dim, sizes.rope_dim], -1)
+        if angles is not None and self.ops.rotate_tails is not None:
+            self.ops.rotate_tails(q, *angles.table)
+        elif angles is not None:
+            q_pe = apply_rotary(q_pe, angles.rows)
         attended = self.attn.attend_latent(q_nope, q_pe, self.kv_b_proj.weight, meta)
         if self.g_proj is not None:
             attended = gated(attended, self.g_proj(x))
         return self.o_proj(call.needed(attended))
+
+    def write(self, latent: torch.Tensor, angles: Angles | None, meta: AttentionMetadata) -> None:
+        """Store the latents `[T, R + P]`, normalised and rotated."""
+        norm, cache, write = self.kv_a_layernorm, self.attn.k_cache, self.ops.write_latents
+        if write is not None and angles is not None and isinstance(cache, torch.Tensor) and cache.dtype == latent.dtype:
+            write(latent, norm.weight, norm.eps, *angles.table, cache, meta.slot_mapping)
+        else:
+            self.write_in_parts(latent, angles, meta)
+
+    def write_in_parts(self, latent: torch.Tensor, angles: Angles | None, meta: AttentionMetadata) -> None:
+        """Do `write` without a kernel for all of it."""
+        c, k_pe = latent.split([self.sizes.rank, self.sizes.rope_dim], -1)
+        k_pe = self.rotary_keys(k_pe)
+        k_pe = k_pe if angles is None else apply_rotary(k_pe.unsqueeze(1), angles.rows).squeeze(1)
+        self.attn.write(torch.cat((self.kv_a_layernorm(c.contiguous()), k_pe), -1), meta)
+
+    def rotary_keys(self, k_pe: torch.Tensor) -> torch.Tensor:
+        """Return the keys `[T, P]` that are rotated."""
+        return k_pe
+
+    def scale_queries(self, q: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Return the queries `[T, heads * D]` with the factors of their positions."""
+        scale = call.rotation.query_scale
+        return q if scale is None else q * scale[:, None].to(q.dtype)
 
     def round_for_products(self) -> None:
         """See `DecoderLayer.round_for_products`."""

@@ -12,16 +12,15 @@ from quire.worker.layers.activation import ACTIVATIONS
 from quire.worker.layers.linear import (
     PLAIN,
     PLAIN_WEIGHTS,
-    ColumnParallelLinear,
     GateUpParallelLinear,
     Linear,
     MergedColumnParallelLinear,
     Part,
     RowParallelLinear,
     RowProduct,
-    Shard,
     WeightFormat,
     empty_parameter,
+    whole,
 )
 from quire.worker.layers.moe import give_other_parts, make_experts
 from quire.worker.layers.routing import route, weigh
@@ -46,7 +45,9 @@ class RouterLinear(Linear):
         return [Part(f"{self.prefix}.weight", (self.out_features, self.in_features))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits in float32, or as torch multiplies: then routing converts them, without a kernel more."""
+        """Return the logits in float32, or in torch's product dtype: then routing converts them, without another
+        kernel.
+        """
         return (self.method.apply if self.method is PLAIN else self.method.apply_float32)(self, x)
 
 
@@ -151,12 +152,6 @@ class UngatedSharedExpert(nn.Module):
         return self.down_proj.product(self.activation(self.up_proj(x)))
 
 
-def _whole(in_features: int, out_features: int, prefix: str, weights: WeightFormat) -> ColumnParallelLinear:
-    """Return a projection without bias, all of it on every rank."""
-    shard = Shard(prefix, out_features, 0, out_features)
-    return ColumnParallelLinear(in_features, [shard], False, weights.linear(prefix))
-
-
 class MoE(nn.Module):
     """Maps x `[T, H]` to `[T, H]`."""
 
@@ -172,8 +167,8 @@ class MoE(nn.Module):
         # to and from the width of the experts, both linear: the second one multiplies a part of the sum over the ranks
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if moe.latent_size:
-            self.fc1_latent_proj = _whole(hidden, moe.latent_size, f"{prefix}.fc1_latent_proj", weights)
-            self.fc2_latent_proj = _whole(moe.latent_size, hidden, f"{prefix}.fc2_latent_proj", weights)
+            self.fc1_latent_proj = whole(hidden, moe.latent_size, f"{prefix}.fc1_latent_proj", weights)
+            self.fc2_latent_proj = whole(moe.latent_size, hidden, f"{prefix}.fc2_latent_proj", weights)
         self.shared_expert = self.shared_expert_gate = None
         if moe.shared_size:
             make = SharedExpert if moe.gated else UngatedSharedExpert

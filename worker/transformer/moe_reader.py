@@ -73,7 +73,7 @@ def routing(values: dict[str, Any], **formula: Any) -> RoutingSpec:
 
 
 def grouped_routing(values: dict[str, Any], **formula: Any) -> RoutingSpec:
-    """`routing` of experts in groups, whose score is the sum of their two best, with scaled weights."""
+    """Return `routing` of experts in groups, whose score is the sum of their two best, with scaled weights."""
     return routing(
         values,
         weights="normalized" if values["norm_topk_prob"] else "scores",
@@ -94,5 +94,5 @@ def sigmoid_routing(values: dict[str, Any]) -> RoutingSpec:
 
 
 def softmax_routing(values: dict[str, Any]) -> RoutingSpec:
-    """Softmax over all experts; the chosen ones' scores are the weights or, with `norm_topk_prob`, normalized."""
+    """Return softmax over all experts, whose chosen scores are the weights, normalized with `norm_topk_prob`."""
     return routing(values, weights="normalized" if values["norm_topk_prob"] else "scores")

@@ -26,7 +26,7 @@ _IGNORED = (
     r"^(model\.)?mtp(_\w+)?\.",  # layers that draft tokens
     # encoders
     r"^((model|thinker)\.)?(vision_\w+|visual|merger|audio_\w+|multi_modal_projector|mm_\w+|embed_vision|embed_audio|"
-    r"patch_merge_mlp|mlp1|sound_\w+|time_series|vit_large_projector)\.",
+    r"patch_merge_mlp|mlp1|sound_\w+|time_series|vit_large_projector|layerwise_projectors|spatial_projectors)\.",
     r"^(model\.)?image_newline$",
 )
 
@@ -69,7 +69,9 @@ class TensorNames:
         return list(dict.fromkeys([*places, name]))
 
     def placed(self, names: Container[str], anchor: str) -> TensorNames:
-        """These names in the place where the files, whose tensors are `names`, have the decoder's tensor `anchor`."""
+        """Return these names in the place where the files, whose tensors are `names`, have the decoder's tensor
+        `anchor`.
+        """
         for place in _PLACES:
             found = TensorNames(self.renames, self.ignored, place, self.transposed)
             if found.in_file(anchor) in names:
@@ -78,7 +80,7 @@ class TensorNames:
         self.files = names
         return self
 
-    def of_tower(self, name: str) -> str:
+    def tower_name(self, name: str) -> str:
         """Return the name in the files of a vision encoder's tensor, which some generations of files have below
         "model." or "thinker.", and older ones of SigLIP and CLIP in a further module.
         """

@@ -1,5 +1,5 @@
-"""Per-layer inputs (Gemma 3n and 4): a small vector per token and layer, made of the token and of its embedding, that
-gates an addition to the residual stream at the end of the layer.
+"""Per-layer inputs (Gemma 3n and 4, EmbeddingGemma 2): a small vector per token and layer, made of the token and its
+embedding, or of the embedding alone, that gates an addition to the residual stream at the end of the layer.
 """
 
 from __future__ import annotations
@@ -30,26 +30,24 @@ class PerLayerInputs(nn.ModuleDict):
     def __init__(self, spec: ModelSpec, weights: WeightFormat = PLAIN_WEIGHTS):
         self.size, self.num_layers = spec.hidden_size_per_layer_input, spec.num_hidden_layers
         width = self.size * self.num_layers
-        name = "model.inputs.embed_tokens_per_layer"
-        super().__init__(
-            {
-                "embed_tokens_per_layer": WholeEmbedding(spec.vocab_size_per_layer_input, width, name, weights),
-                "per_layer_model_projection": replicated(
-                    spec.hidden_size, width, "model.per_layer_model_projection", weights
-                ),
-                "per_layer_projection_norm": NORMS[spec.norm](self.size, spec.norm_eps),
-            }
-        )
+        projection = replicated(spec.hidden_size, width, "model.per_layer_model_projection", weights)
+        norm = NORMS[spec.norm](self.size, spec.norm_eps)
+        super().__init__({"per_layer_model_projection": projection, "per_layer_projection_norm": norm})
+        if spec.vocab_size_per_layer_input:
+            name = "model.inputs.embed_tokens_per_layer"
+            self["embed_tokens_per_layer"] = WholeEmbedding(spec.vocab_size_per_layer_input, width, name, weights)
         self.scale = float(torch.tensor(self.size**0.5, device="cpu"))  # rounded to the weights' dtype
         self.projection_scale = spec.hidden_size**-0.5
 
     def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         shape = self.num_layers, self.size
         projected = (self["per_layer_model_projection"](embedded) * self.projection_scale).unflatten(-1, shape)
+        normed = self["per_layer_projection_norm"](projected.flatten(0, 1)).view_as(projected)
+        if "embed_tokens_per_layer" not in self:
+            return normed
         table = self["embed_tokens_per_layer"]
         # multimodal tokens are beyond the table
         own = table(torch.where(input_ids < table.num_rows, input_ids, 0)) * self.scale
-        normed = self["per_layer_projection_norm"](projected.flatten(0, 1)).view_as(projected)
         return (normed + own.unflatten(-1, shape)) * 2.0**-0.5
 
 
@@ -71,7 +69,7 @@ class PerLayerDecoder(Decoder):
 
     @property
     def stream_width(self) -> int:
-        """Number of entries per token in the residual stream."""
+        """Return the number of entries per token in the residual stream."""
         return self.spec.hidden_size
 
     @property
@@ -80,7 +78,7 @@ class PerLayerDecoder(Decoder):
         return self.stream_width + behind * self.spec.hidden_size_per_layer_input
 
     def unpack(self, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split what the previous stage sent into the residual stream and the inputs of the layers from here on `[T, L,
+        """Split the previous stage's result into the residual stream and the inputs of the layers from here on `[T, L,
         size]`, None in a model without.
         """
         size = self.spec.hidden_size_per_layer_input
@@ -88,7 +86,7 @@ class PerLayerDecoder(Decoder):
         return stream, inputs.unflatten(1, (-1, size)) if size else None
 
     def pack(self, stream: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
-        """Return the opposite, for the next stage."""
+        """Undo `unpack`: join the residual stream and the inputs, for the next stage."""
         return stream if inputs is None else torch.cat([stream, inputs[:, len(self.layers) :].flatten(1)], 1)
 
 

@@ -67,25 +67,24 @@ class PoolingSpec:
     activation: str | None = None  # for a classifier; None: by config.json
     limit: TextLimit = TextLimit()
     matryoshka: bool = False  # whether vectors can be cut
-    matryoshka_sizes: tuple[int, ...] = ()  # the sizes to which, if the files list them
+    matryoshka_sizes: tuple[int, ...] = ()  # the sizes to cut to, if the files list them
     default_dimensions: int = 0  # for vectors, if the files cut them; 0: all
     reason: str = "default of the architecture"
 
 
 def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto", matryoshka: bool = False) -> PoolingSpec | None:
     """Return how the model in `folder` pools, or None if it only generates text. `asked` is --pooling: auto, none, or a
-    method that replaces the files'; `matryoshka` lets vectors be cut whatever the files hold.
+    method that replaces the files'; `matryoshka` permits cutting vectors, whatever the files hold.
 
     Raises ValueError for files that are unreadable or name a step that is not supported.
     """
     if asked == "none":
         return None
+    if spec.labels and spec.implementation == "transformers":
+        return _read_whole(folder, spec, asked)
     if asked == "yes-no":
         return PoolingSpec(score_tokens=_token_ids(Path(folder), "yes", "no"), reason="as requested")
-    found = None
-    if (modules := Path(folder, "modules.json")).is_file():
-        with reading(modules):
-            found = _read_modules(Path(folder), spec)
+    found = _pooling_of_modules(Path(folder), spec)
     if asked != "auto":
         found = replace(found or PoolingSpec(), methods=(asked,), score_tokens=(), reason="as requested")
     elif found is None and not spec.has_lm_head:
@@ -94,6 +93,22 @@ def read_pooling(folder: str, spec: ModelSpec, asked: str = "auto", matryoshka: 
         return None
     shortened, sizes = is_shortened(Path(folder), spec.raw)
     return replace(found, matryoshka=matryoshka or shortened, matryoshka_sizes=() if matryoshka else tuple(sizes))
+
+
+def _read_whole(folder: str, spec: ModelSpec, asked: str) -> PoolingSpec:
+    """Return the steps of a classifier that transformers computes: its logits stand at every token."""
+    if asked != "auto":
+        raise ValueError(f"--pooling {asked} does not work with {spec.architecture}, which transformers computes")
+    found = _pooling_of_modules(Path(folder), spec) or PoolingSpec()
+    return replace(found, methods=("cls",), dense=())
+
+
+def _pooling_of_modules(folder: Path, spec: ModelSpec) -> PoolingSpec | None:
+    """Return the steps of modules.json, if there is one. Raises ValueError, which names the file."""
+    if not (modules := folder / "modules.json").is_file():
+        return None
+    with reading(modules):
+        return _read_modules(folder, spec)
 
 
 def _default_method(spec: ModelSpec) -> str:
@@ -257,8 +272,9 @@ def _load_dense(dense: DenseSpec, device: torch.device, read_gguf: ReadTensor) -
 def pooling_info(pooling: PoolingSpec, pooler: Pooler, spec: ModelSpec) -> PoolingInfo:
     """Return the facts that the server needs."""
     labels = ["LABEL_0"] if pooling.score_tokens else spec.labels
+    by_token = ["token_classify"] if spec.labels_tokens else ["classify"]
     return PoolingInfo(
-        ["classify"] if labels else ["embed"],
+        by_token if labels else ["embed"],
         "+".join(pooling.methods),
         pooler.num_dimensions,
         pooling.normalize,

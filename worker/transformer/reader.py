@@ -162,7 +162,7 @@ class ConfigReader:
 
     @classmethod
     def layer_types(cls, values: dict[str, Any]) -> list[str]:
-        """Attention kind of each layer if config.json does not list them."""
+        """Return the attention kind of each layer if config.json does not list them."""
         return [FULL] * values["num_hidden_layers"]
 
     @classmethod
@@ -198,7 +198,7 @@ def base_layer(values: dict[str, Any]) -> LayerSpec:
 
 
 def pattern(num_layers: int, period: int | None, *, last_full: bool = False) -> list[str]:
-    """Attention kinds of layers of which every `period`-th has full attention, and the last if `last_full`."""
+    """Return the attention kinds of layers: every `period`-th has full attention, and the last if `last_full`."""
     full = [bool(period) and (i + 1) % period == 0 for i in range(num_layers)]
     if last_full:
         full[-1] = True

@@ -13,8 +13,8 @@ _PIECE = 1 << 24  # bytes compared at a time
 
 
 def has_own_head(folder: str) -> bool:
-    """Return whether the safetensors files of `folder` hold an output head that differs from the embedding. Then it is
-    used, as transformers does. Compares the files' bytes up to the first difference.
+    """Return whether the safetensors files of `folder` hold an output head that differs from the embedding. Then that
+    head is used, as in transformers. Compares the files' bytes up to the first difference.
     """
     found: dict[re.Pattern[str], tuple[Path, int, int]] = {}
     for path in stored_files(Path(folder)):

@@ -30,7 +30,7 @@ class Placement:
 
     @property
     def target(self) -> torch.Tensor:
-        """The destination inside the parameter."""
+        """Return the destination inside the parameter."""
         return narrowed(self.parameter.data, self.part.target)
 
 
@@ -66,7 +66,7 @@ class Checkpoint:
         return self
 
     def _chosen(self, name: str, places: list[tuple[Path, safe_open]]) -> safe_open:
-        """Return the file of a tensor: of several with that name, the one in the index."""
+        """Return the file of a tensor: if several have that name, the one that the index lists."""
         if len(places) == 1:
             return places[0][1]
         folder = Path(self.folder)
@@ -121,7 +121,7 @@ class Checkpoint:
             elif found.get_dtype() not in part.types:
                 misshapen.append(f"{name} is of type {found.get_dtype()}, expected one of {', '.join(part.types)}")
         problems = [
-            f"{what}: {_some(names)}"
+            f"{what}: {_shorten(names)}"
             for what, names in (("missing", missing), ("superfluous", superfluous), ("wrong shape or type", misshapen))
             if names
         ]
@@ -165,7 +165,7 @@ class Checkpoint:
 
 
 def _same_shape(found: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Return whether the shapes agree but for dimensions of one entry, which writers of scales add and leave out."""
+    """Return whether the shapes agree except for dimensions of size 1, which writers of scales add or omit."""
     if ANY_LENGTH in wanted:
         return len(found) == len(wanted)
     return [n for n in found if n != 1] == [n for n in wanted if n != 1]
@@ -179,10 +179,11 @@ def _weight_files(folder: Path) -> list[Path]:
         path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     )
     raise ValueError(
-        f"no {SINGLE} or {INDEX} in {folder}" + (f" (found {_some(others)}, which is not supported)" if others else "")
+        f"no {SINGLE} or {INDEX} in {folder}"
+        + (f" (found {_shorten(others)}, which is not supported)" if others else "")
     )
 
 
-def _some(names: list[str], limit: int = 8) -> str:
+def _shorten(names: list[str], limit: int = 8) -> str:
     names = sorted(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

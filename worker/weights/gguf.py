@@ -1,4 +1,4 @@
-"""Reads the weights of a GGUF file, under the decoder's names and in the order of rows of safetensors checkpoints."""
+"""Read the weights of a GGUF file, under the decoder's names and in the order of rows of safetensors checkpoints."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GgufCheckpoint(Checkpoint):
         return partial(_less, offset) if offset else None
 
     def _join_latents(self) -> None:
-        """Newer files have the keys and the values of `kv_b_proj` in tensors of their own."""
+        """Join the keys and values of `kv_b_proj`, which newer files store in separate tensors."""
         for name in [name for name in self.position if name.endswith(".k_b_proj.weight")]:
             other = name.replace(".k_b_proj.", ".v_b_proj.")
             keys, values = self._file_of.pop(name), self._file_of.pop(other)
@@ -107,7 +107,7 @@ def _unswapped(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _log_of_decay(tensor: torch.Tensor) -> torch.Tensor:
-    """Files have -exp(A_log), those of Ling 3 exp(A_log)."""
+    """Return A_log: files hold -exp(A_log), those of Ling 3 exp(A_log)."""
     return tensor.float().abs().log()
 
 

@@ -39,7 +39,7 @@ def slice_of(tensor: GgufTensor, index: int, count: int, shape: tuple[int, ...])
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """One tensor, with the interface of an open safetensors file."""
+    """One tensor of a GGUF file, with the interface of an open safetensors file."""
 
     mapping: torch.Tensor  # the file's bytes
     tensor: GgufTensor

@@ -107,11 +107,11 @@ def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | 
             part = _of_transposed(part)
         return replace(part, name=names.in_file(part.name))
 
-    def of_tower(part: Part) -> Part:
-        return replace(part, name=names.of_tower(part.name))
+    def tower_name(part: Part) -> Part:
+        return replace(part, name=names.tower_name(part.name))
 
     for name, parameter in model.named_parameters():  # a shared parameter is listed once
-        find = of_tower if name.startswith("vision.") else in_file
+        find = tower_name if name.startswith("vision.") else in_file
         view = getattr(parameter, "view_of_tensor", None)
         parts = getattr(parameter, "parts", None) or [Part(name, tuple(parameter.shape), view=view)]
         parts = list(map(find, parts))
@@ -218,4 +218,4 @@ class _IncompleteLayers:
 
 
 def _keep(tensor: torch.Tensor) -> None:
-    """Nothing is lent by random weights, so that nothing is released."""
+    """Do nothing: random weights lend no memory, so that there is none to release."""

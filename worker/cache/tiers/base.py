@@ -1,4 +1,4 @@
-"""A tier below the KV cache: it keeps the contents of blocks by key, some bytes of them."""
+"""The interface of a tier below the KV cache, which keeps the contents of blocks by key, up to a limit in bytes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Agree = Callable[[list[int]], list[int]]
 
 
 def alone(numbers: list[int]) -> list[int]:
-    """Return the least numbers of a single rank."""
+    """Return `numbers`: with a single rank, they are the minimum over all ranks."""
     return numbers
 
 
 @dataclass(frozen=True)
 class Rank:
     """The owner of a tier's blocks. `gather` returns the content of a block of the rank's cache; `fingerprint` is that
-    of the model and the format, and reads parts of the model's files; `agree` reduces numbers to the least of all
-    ranks, which call it in the same order.
+    of the model and the format, and reads parts of the model's files; `agree` reduces numbers to their minimum over
+    all ranks, which call it in the same order.
     """
 
     config: Config
@@ -40,17 +40,17 @@ class Rank:
     num_ranks: int = 1
     agree: Agree = alone
     portable: Callable[[], bytes] = bytes  # as `fingerprint`, also on another machine; reads all of the model's files
-    about: Sequence[str] = ()  # facts of the fingerprint, for a person
+    about: Sequence[str] = ()  # facts of the fingerprint, for display
 
 
 class Tier(Protocol):
     """A storage level below the KV cache. Its class describes the tier; `plan` tells whether the settings ask for it.
-    Methods are called in the worker's thread, `contains`, `read` and `touch` also in the one that reads ahead.
+    Methods are called in the worker's thread, `contains`, `read` and `touch` also in the read-ahead thread.
     """
 
     name: ClassVar[str]  # in metrics
-    medium: ClassVar[str]  # vLLM's name of it, in KV events
-    where: ClassVar[str]  # for a person
+    medium: ClassVar[str]  # vLLM's name of the tier, in KV events
+    where: ClassVar[str]  # for display
     saves: ClassVar[bool]  # whether hot blocks are written to it before they leave the KV cache, for the next start
     slow: ClassVar[bool] = False  # whether a read may wait, so that those of other tiers must not wait for it
 
@@ -69,14 +69,14 @@ class Tier(Protocol):
         """Open the tier of a rank, with `limit` bytes for all ranks. Raises ValueError if that is not possible."""
 
     def contains(self, keys: list[bytes]) -> list[bool]:
-        """Return which of these blocks are here."""
+        """Return for each block whether it is here."""
 
     def read(self, key: bytes) -> bytes | None:
         """Return the content of a block, or None."""
 
     def offer(self, key: bytes, content: Content, used: int = 0) -> list[tuple[bytes, bytes]] | None:
-        """Keep a block, which was last used at `used` ns, 0: now. Returns the (key, content) of those that had to leave
-        for it, which may be this one; None: it cannot be taken now.
+        """Keep a block, which was last used at `used` ns, 0: now. Returns the (key, content) of blocks
+        evicted for it, which may include itself; None: it cannot be taken now.
         """
 
     def remove(self, keys: list[bytes]) -> None:

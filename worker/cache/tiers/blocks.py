@@ -10,8 +10,8 @@ from quire.worker.layers.state import RecurrentState
 
 
 class BlockBytes:
-    """Reads and writes what this rank keeps in a block. The tensors of all layers that use one page at a time make up
-    its content. On CPU the entries of all layers in a block are next to each other, so that it is one piece of memory.
+    """Reads and writes this rank's content of a block. The tensors of all layers that use one page at a time make up
+    its content. On CPU the entries of all layers in a block are contiguous: one piece of memory.
     """
 
     def __init__(self, layers: list[Attention], states: list[RecurrentState], num_blocks: int):
@@ -24,7 +24,7 @@ class BlockBytes:
 
     @property
     def layout(self) -> list[tuple]:
-        """The layout of the bytes: shapes, types and order of the parts."""
+        """Return the layout of the bytes: shapes, types and order of the parts."""
         return [
             (kind, tuple(tensor.shape[1:]), str(tensor.dtype), tensor.stride()[1:])
             for kind, tensors in (("block", self._blocks), ("state", self._states))
@@ -32,7 +32,7 @@ class BlockBytes:
         ]
 
     def gather(self, block_id: int) -> bytes:
-        """Return the content of a block, after all work on it that was launched."""
+        """Return the content of a block, after all launched work on the block."""
         parts = [_bytes(tensor[i]) for tensor, i in self._parts(block_id)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy().tobytes()
 
@@ -45,7 +45,7 @@ class BlockBytes:
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         for (tensor, i), part in zip(parts, data.split(sizes)):
             target = tensor[i]
-            target.copy_(part.clone().view(tensor.dtype).view(target.shape))  # cloned: aligned for its type
+            target.copy_(part.clone().view(tensor.dtype).view(target.shape))  # cloned to align it for its type
 
     def _parts(self, block_id: int) -> list[tuple[torch.Tensor, int]]:
         """Return the tensors, and the index of the block in them. Pages of states are numbered from 1 after all

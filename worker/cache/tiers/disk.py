@@ -1,11 +1,10 @@
 """The disk tier: blocks in files of a folder, which survive the process and which engines may share.
 
-    DIR/lock                          held while files are added or removed: the limit counts what all engines have
+    DIR/lock                          held while files are added or removed: the limit holds for all engines together
     DIR/v1-FINGERPRINT/NAME.kv        blocks (`segments.py`) of one model, type and layout; others' stay and are no hit
 
 A file's time of modification is that of its last use, so that the least recently used file of all engines goes first.
-One thread reads and another writes; the engine never waits for either. Whatever the disk does, a block is a miss at
-worst.
+One thread reads and another writes; the engine never waits for either. If the disk fails, a block is a miss at worst.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class DiskTier(Tier):
         self._batch: set[bytes] = set()  # blocks of the file that is being written
         self._doomed: set[bytes] = set()  # blocks that were removed and that a file may still have
         self._num_cleared = 0  # times that all blocks were removed
-        self._foreign: set[Path] = set()  # files of others that were noted
+        self._foreign: set[Path] = set()  # files of others that were logged
         self._paused_until = self._refreshed = 0.0
         self._stopped = False
         self._changed = threading.Condition()
@@ -87,7 +86,7 @@ class DiskTier(Tier):
         return (key in self._index or key in self._queue) and key not in self._doomed
 
     def contains(self, keys: list[bytes]) -> list[bool]:
-        """Other engines' new files are found some seconds later."""
+        """Return for each block whether it is here. Other engines' new files are found seconds later."""
         found = [key in self for key in keys]
         if not all(found) and time.monotonic() - self._refreshed > REFRESH:
             self._refreshed = time.monotonic()
@@ -119,7 +118,7 @@ class DiskTier(Tier):
         """Queue a block for the writer. Files that make room for it leave no contents for the next tier."""
         if key in self:
             return []
-        if key in self._doomed or not self.accepts:  # doomed until the writer removed it from its file
+        if key in self._doomed or not self.accepts:  # doomed until the writer has erased the block
             return None
         content = content_of(content)
         with self._changed:
@@ -164,7 +163,7 @@ class DiskTier(Tier):
         self._known.clear()
 
     def stop(self) -> None:
-        """End the writer after the file that it writes, and after it erased what was removed."""
+        """End the writer once it has finished its file and erased removed blocks."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -193,7 +192,7 @@ class DiskTier(Tier):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the folder's lock; False in a folder that is only read."""
+        """Hold the folder's lock. Yields False in a read-only folder."""
         if not self.writable:
             yield False
             return
@@ -205,7 +204,7 @@ class DiskTier(Tier):
             os.close(descriptor)
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, int, int]]:
-        """(path, bytes on disk, time of last use in ns) of our files in a folder."""
+        """Yield (path, bytes on disk, time of last use in ns) of our files in a folder."""
         for entry in _entries(folder):
             if entry.name.endswith(_OURS) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):
@@ -213,7 +212,7 @@ class DiskTier(Tier):
                     yield Path(entry.path), -(-status.st_size // _PAGE) * _PAGE, status.st_mtime_ns
 
     def _record_foreign(self) -> None:
-        """Note what lies in our folders and is not ours; other folders next to ours are left alone."""
+        """Note foreign files in our folders; folders next to ours are left alone."""
         found = [entry for entry in _entries(self.root) if entry.name != "lock" and not entry.is_dir()]
         found += [
             entry
@@ -226,8 +225,8 @@ class DiskTier(Tier):
         self._foreign = paths
 
     def _make_room(self, size: int, before: float = float("inf")) -> bool:
-        """Remove least recently used files, of those last used up to `before` ns, until `size` more bytes are within
-        the limit. Returns whether they are. The lock is held: an unfinished file is that of an engine that died.
+        """Remove the least recently used files last used up to `before` ns, until `size` more bytes fit into the limit.
+        Returns whether they fit. The lock is held, so an unfinished file is that of an engine that died.
         """
         files = []
         for folder in self.root.glob("v*-*"):
@@ -276,7 +275,7 @@ class DiskTier(Tier):
 
     def _refresh(self) -> None:
         """Read the headers of files that are new, and forget those that are gone."""
-        self._refreshed, known = time.monotonic(), set(self._known)  # before the look: the writer adds meanwhile
+        self._refreshed, known = time.monotonic(), set(self._known)  # before listing files: the writer adds meanwhile
         names = {path.name: path for path, _, _ in self._files(self.folder) if path.suffix == ".kv"}
         for name in known - names.keys():
             self._forget(name)
@@ -377,8 +376,8 @@ class DiskTier(Tier):
             self._queued_bytes = 0
 
     def _write(self, batch: list[tuple[bytes, bytes]], used: int, num_cleared: int) -> None:
-        """Write a file that was last used at `used` ns, unless all blocks were removed since they had been
-        `num_cleared` times.
+        """Write a file that was last used at `used` ns, unless all blocks were removed more than `num_cleared`
+        times so far.
         """
         parts = encode(self.fingerprint, batch)
         size = -(-sum(map(len, parts)) // _PAGE) * _PAGE

@@ -16,8 +16,8 @@ def model_identity(folder: str) -> bytes:
     """Return a digest of a model's files: config.json, and of each file of weights its size, time and some of its
     content.
 
-    Weights are too large to read them all at each start. A file that was copied has another time: then its blocks are
-    no hit, which costs a computation and no correctness.
+    Weights are too large to read in full at each start. A copied file has another time, so that its blocks are no hits:
+    they are computed again, which is slower but correct.
     """
     digest = hashlib.sha256()
     for file in _weights(folder, digest):
@@ -26,7 +26,7 @@ def model_identity(folder: str) -> bytes:
 
 
 def model_content(folder: str) -> bytes:
-    """Return a digest of all bytes of config.json and the files of weights, which is equal for copies on other
+    """Return a digest of all bytes of config.json and the files of weights, which is the same for copies on other
     machines.
     """
     digest = hashlib.sha256()
@@ -48,7 +48,7 @@ def _weights(folder: str, digest: Any) -> list[Path]:
 
 
 def _names(value: Any) -> list[str]:
-    """Return all texts of a config: one made of a GGUF file names the file."""
+    """Return all texts of a config: one made from a GGUF file names the file."""
     if isinstance(value, str):
         return [value]
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""Read another server's memory with NIXL, where its package is installed: by RDMA or whatever UCX finds."""
+"""Read another server's memory with NIXL, where its package is installed: by RDMA or another transport of UCX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY = "DRAM"
 
 
 def open_nixl(backends: Sequence[str]) -> Nixl | None:
-    """Return an agent with NIXL's `backends`; None, with a warning, if they are not here."""
+    """Return an agent with NIXL's `backends`; None, with a warning, if they are not available."""
     if not backends:
         return None
     for name in PACKAGES:
@@ -37,7 +37,7 @@ def open_nixl(backends: Sequence[str]) -> Nixl | None:
 
 
 class Nixl:
-    """An agent of NIXL. `version` counts the changes of what it offers, which `description` tells other agents."""
+    """An agent of NIXL. `version` counts changes of the offered memory, which `description` tells other agents."""
 
     def __init__(self, api: Any, backends: Sequence[str]):
         self._agent = api.nixl_agent(f"quire-{uuid.uuid4().hex}", api.nixl_agent_config(backends=list(backends)))

@@ -1,12 +1,12 @@
 """Blocks of finished prompts that other servers read: the sender's half of `remote.py`.
 
 ROUTER   a reader asks with msgpack of `Ask`, and gets per key [msgpack of `Found`, content]. A reader on this machine
-         gets no content but its place, a file in memory that it reads itself. A key whose copy has begun is answered
+         gets no content but its place in a memory file, which it reads itself. A key whose copy has begun is answered
          when the copy is there, and until then every HEARTBEAT with COMING; other keys are answered as missing. A
-         reader of another model or format learns what differs. A reader with NIXL gets an address, and the agent's
+         reader of another model or format learns the differences. A reader with NIXL gets an address, and the agent's
          description if it has changed.
 
-Contents stay until they are the oldest beyond the limit. A thread owns the socket: the engine never waits for it.
+Beyond the limit, the oldest contents are evicted. A thread owns the socket: the engine never waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_ASK = 64 << 10  # bytes of one request
 MAX_WAITING = 1024  # requests that wait for copies
 POLL, IDLE_POLL = 2, 100  # milliseconds
 HEARTBEAT = 0.25  # seconds
-SEGMENTS = 64  # files that the limit is divided into
+SEGMENTS = 64  # number of files among which the limit is divided
 UNKNOWN, COMING = -1, -2
 
 
@@ -100,7 +100,7 @@ def _memory_file() -> int:
 
 
 class Outbox:
-    """It listens at `host` and `port` and keeps `limit` bytes; `fingerprint` is that of the model and the format, None
+    """Listens at `host` and `port` and keeps `limit` bytes; `fingerprint` is that of the model and the format, None
     while it is not known, and `about` describes the format. Raises ValueError if the address cannot be used.
     """
 
@@ -115,7 +115,7 @@ class Outbox:
     ):
         self.limit, self.used, self._fingerprint, self._host = limit, 0, fingerprint, this_host()
         self._about, self._nixl = list(about), nixl
-        self.num_sent = self.num_evicted = 0  # blocks that were asked for, that left
+        self.num_sent = self.num_evicted = 0  # blocks sent to readers, blocks evicted
         self._segments: OrderedDict[int, _Segment] = OrderedDict()  # the last one is written to
         self._entries: dict[bytes, _Entry] = {}
         self._coming: set[bytes] = set()  # keys whose copy has begun
@@ -137,8 +137,8 @@ class Outbox:
     # ---- the worker's thread
 
     def announce(self, keys: list[bytes]) -> set[bytes]:
-        """Blocks with these keys come. Returns those of them that have to be copied: the others are here and stay for a
-        while.
+        """Announce blocks with these keys. Returns the keys whose blocks must be copied: the others are here and stay
+        for a while.
         """
         with self._lock:
             wanted = {key for key in keys if not self._is_fresh(key)}
@@ -146,7 +146,7 @@ class Outbox:
             return wanted
 
     def _is_fresh(self, key: bytes) -> bool:
-        """Return whether a block is here and in the newer half of what may be kept."""
+        """Return whether a block is here and in the newer half of the contents."""
         entry = self._entries.get(key)
         return entry is not None and self._written - entry.written <= self.limit // 2
 
@@ -181,7 +181,7 @@ class Outbox:
 
     @contextlib.contextmanager
     def _tcp_on_errors(self) -> Iterator[None]:
-        """Use NIXL no more after one of its errors: neither the engine nor the outbox may end by it."""
+        """Stop using NIXL after one of its errors, which must end neither the engine nor the outbox."""
         try:
             yield
         except Exception as error:  # its own kinds, one per status
@@ -201,7 +201,7 @@ class Outbox:
         os.close(segment.fd)
 
     def clear(self) -> None:
-        """Forget all blocks, also those that come."""
+        """Forget all blocks, including announced ones."""
         with self._lock:
             self._coming.clear()
             for number in list(self._segments):
@@ -251,7 +251,7 @@ class Outbox:
         return not left
 
     def _point_to(self, entry: _Entry, ask: Ask, found: Found) -> bytes:
-        """Tell a reader where a block is. Returns the content if it cannot read that."""
+        """Tell a reader where a block is. Returns the content if the reader cannot read that place."""
         segment = self._segments[entry.segment]
         found.size, found.crc = entry.size, entry.crc
         if ask.host and ask.host == self._host:

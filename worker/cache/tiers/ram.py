@@ -1,4 +1,4 @@
-"""The RAM tier: contents of blocks in the worker's memory, least recently used first out."""
+"""The RAM tier: contents of blocks in the worker's memory, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RamTier(Tier):
-    """Blocks by key, `limit` bytes at most."""
+    """Blocks by key, at most `limit` bytes."""
 
     name, medium, where, saves = "ram", "CPU", "in RAM", False
 
@@ -36,7 +36,7 @@ class RamTier(Tier):
             return free // 4 // engines or None
         if asked * GIB * engines > free:
             wanted, found = format_each(int(asked * GIB * engines), free)
-            most = free * 1000 // (GIB * engines) / 1000  # rounded down: a value that is accepted
+            most = free * 1000 // (GIB * engines) / 1000  # rounded down, so that the value is accepted
             raise ValueError(
                 f"--kv-offload-gib {asked:g}{f' for each of {engines} engines' if engines > 1 else ''}: {wanted} are "
                 f"more than the {found} of RAM that are free, less what other servers on this machine planned: set it "

@@ -1,8 +1,8 @@
 """The tier of other servers' blocks, which vLLM calls disaggregated prefill.
 
-A server that computed a prompt keeps copies of its blocks (`outbox.py`); the one that goes on with the request is told
-where they are and loads them as it loads those of a disk. Equal keys and fingerprints mean equal contents, and each
-block has a checksum. A server that is lost or slow makes a block a miss: then it is computed.
+A server that computed a prompt keeps copies of its blocks (`outbox.py`); the one that continues the request is told
+where they are and loads them like those of a disk. Equal keys and fingerprints mean equal contents, and each
+block has a checksum. Blocks of a lost or slow server are misses and are computed.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 32 << 20  # that one poll copies where requests are decoded, too
+COPY_BYTES = 32 << 20  # bytes that one poll copies on a server that also decodes
 AHEAD = 16  # blocks that one request asks for
 PATIENCE = 1.0  # seconds without a message after which a server is given up
 LONGEST = 30.0  # seconds that a block may be on its way
-PAUSE = 10.0  # seconds for which it is not asked then
+PAUSE = 10.0  # seconds for which such a server is not asked
 MAX_EXPECTED = 1 << 18  # keys whose server is known
-MAX_SERVERS = 16  # that connections are kept to
+MAX_SERVERS = 16  # maximum number of open connections
 
 Address = tuple[str, int]
 
 
 class RemoteTier(Tier):
-    """Takes no blocks that leave the KV cache. `poll` and `send` run in the worker's thread, `read` in one thread that
-    reads ahead.
+    """Takes no blocks that leave the KV cache. `poll` and `send` run in the worker's thread, `read` in the read-ahead
+    thread.
     """
 
     name, medium, where, saves, slow = REMOTE, "", "on other servers", False, True
@@ -193,7 +193,7 @@ class RemoteTier(Tier):
     def clear(self) -> None:
         with self._lock:
             self._sources.clear()
-        self._num_copied += len(self._left)  # their contents are of the past, too
+        self._num_copied += len(self._left)  # their contents are outdated, too
         self._left.clear()
         if self._outbox is not None:
             self._outbox.clear()
@@ -224,7 +224,7 @@ class _Server:
 
     def __init__(self, address: Address, nixl: Nixl | None = None):
         host, port = address
-        self._nixl, self._agent, self._version = nixl, "", 0  # the version of the agent's description that is here
+        self._nixl, self._agent, self._version = nixl, "", 0  # version of the known description of the agent
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -240,7 +240,7 @@ class _Server:
 
     def read(self, keys: list[bytes], fingerprint: bytes) -> bytes | None:
         """Return the content of the first key's block, None if the server has none; ask for the others, too. Raises
-        TimeoutError if nothing useful comes, `_OtherBlocksError` for a server with another fingerprint.
+        TimeoutError if no useful answer arrives, `_OtherBlocksError` for a server with another fingerprint.
         """
         first, end = keys[0], time.monotonic() + LONGEST
         if not self.has(first):
@@ -272,7 +272,7 @@ class _Server:
             raise _OtherBlocksError(found.about)
         if found.size != UNKNOWN and (found.place or found.nixl):
             content = _read_place(*found.place, found.size) if found.place else self._read_nixl(found, content)
-            if crc32(content) != found.crc:  # it cannot be read, or left meanwhile
+            if crc32(content) != found.crc:  # the content cannot be read, or was evicted meanwhile
                 if found.place:
                     self._host = ""
                 else:

@@ -6,7 +6,7 @@
     blocks     one after the other
 
 A file is complete once it has its name: it is written under another one and renamed. Nothing is trusted when it is
-read: a file that is torn, changed or not ours is a ValueError, and a block with another checksum is one, too.
+read: a file that is torn, changed or not ours raises ValueError, as does a block with another checksum.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _open(path: Path, buffering: int = -1) -> BinaryIO:
 
 
 def read_places(path: Path, fingerprint: bytes) -> dict[bytes, Place]:
-    """Return the blocks of a file by key. Raises OSError, or ValueError if the file is not a whole one of this
-    engine's.
+    """Return the blocks of a file by key. Raises OSError, or ValueError if the file is not a complete one of this
+    engine.
     """
     with _open(path) as file:
         if not (prefix := file.read(_PREFIX)):

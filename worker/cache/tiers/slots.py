@@ -1,10 +1,10 @@
 """The tier of llama.cpp's slots: one conversation's blocks in a file that a client named, written and read on request.
 
-A file is as those of the disk tier (`segments.py`). Its first entry, with an empty key, is the engine's note about the
-blocks. Each rank has a file of its own: NAME, NAME.rank1 ...
+A file has the format of the disk tier (`segments.py`). Its first entry, with an empty key, is the engine's note about
+the blocks. Each rank has a file of its own: NAME, NAME.rank1 ...
 
 The engine begins one action at a time and polls between steps: a poll copies some MiB out of blocks, and a thread uses
-the disk, so that requests that run are not held up.
+the disk, so that running requests are not held up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 8 << 20  # that one poll copies
+COPY_BYTES = 8 << 20  # bytes that one poll copies
 FAILED = SlotReport(-1)
 
 
@@ -52,7 +52,7 @@ class SlotTier(Tier):
     ):
         self.folder, self.fingerprint, self.gather, self._agree = folder, fingerprint, gather, agree
         self._suffix = f".rank{rank}" if rank else ""
-        self._places: dict[bytes, Place] = {}  # for the file that was opened last
+        self._places: dict[bytes, Place] = {}  # in the file that was opened last
         self._left: deque[tuple[int, bytes]] = deque()  # (block, key) to copy for the file to write
         self._entries: list[tuple[bytes, bytes]] = []  # (key, content) that were copied
         self._work: Callable[[], SlotReport] | None = None  # for a thread, after the copies
@@ -61,7 +61,7 @@ class SlotTier(Tier):
 
     @classmethod
     def plan(cls, config: Config, platform: Platform) -> int | None:
-        """Raises ValueError for a folder that cannot be made, and makes none: `quire check` calls this, too."""
+        """Raise ValueError for a folder that cannot be made, but make none: `quire check` calls this, too."""
         if not config.cache.slot_save_path:
             return None
         folder = Path(config.cache.slot_save_path).expanduser()

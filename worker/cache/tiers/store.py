@@ -1,9 +1,9 @@
-"""The tiers below the pool of one rank, by block id and key: what the engine asks a worker to do.
+"""The tiers below the pool of one rank, by block id and key: the calls from the engine to a worker.
 
 A key is the tag of a cache group and the chained hash of a block, so it stands for its contents. The engine never sees
-these: it asks which keys are here, has blocks stored before they are reused, and has keys loaded into blocks that it
-allocated. Loading has two halves: a thread reads and checks, and `poll`, between two steps, copies what was read into
-the blocks, some MiB at a time, so that requests that run are not held up.
+contents: it asks which keys are here, has blocks stored before they are reused, and has keys loaded into blocks that it
+allocated. Loading has two halves: a thread reads and checks contents, and `poll`, between two steps, copies them into
+the blocks, some MiB at a time, so that running requests are not held up.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Counts:
 
 
 class TierStore:
-    """`tiers` are in the order in which blocks go down: what one evicts is offered to the next. `gather` returns the
-    contents of a block, `scatter` writes them, both in the thread that calls the methods here.
+    """Owns `tiers`, in the order of demotion: a block that one evicts is offered to the next. `gather` returns the
+    contents of a block, `scatter` writes them, both in the thread that calls this class.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class TierStore:
         self._store_sizes: list[int] = []
         self._load_sizes: list[int] = []
         self._loads: dict[int, _Load] = {}  # by the engine's number
-        # loads, read by a thread each: those that may wait for a slow tier, and those that do not
+        # queues of loads, one thread each: those that may wait for a slow tier, and the others
         self._jobs: dict[bool, queue.SimpleQueue] = {}
         self._read: queue.SimpleQueue = queue.SimpleQueue()  # (load, content or None)
-        self._ahead = 0  # bytes read and not copied
+        self._ahead = 0  # bytes read but not copied
         self._lock = threading.Condition()
 
     def lookup(self, keys: list[bytes]) -> list[int]:
-        """Return where each key is: 1 for the last tier, 2 for the one before it ..., 0: nowhere."""
+        """Return the tier of each key: 1 for the last tier, 2 for the one before it ..., 0 for none."""
         found = [0] * len(keys)
         for level, tier in enumerate(reversed(self.tiers), 1):
             found = [level if here else below for here, below in zip(tier.contains(keys), found)]
         return self.agree(found)
 
-    # ---- down
+    # ---- saving from the pool
 
     def store(self, blocks: list[tuple[int, bytes]]) -> None:
         """Keep blocks that are about to be reused: in the first tier that takes them."""
@@ -89,7 +89,7 @@ class TierStore:
 
     def save(self, blocks: list[tuple[int, bytes, int]]) -> int:
         """Write blocks (id, key, time of last use in ns) that stay in the pool to the first tier that survives the
-        process. Returns for how many of the first ones that was begun, on every rank.
+        process. Returns how many of the first ones every rank has begun to write.
         """
         done, before = 0, self.counts.store_bytes
         first = next(i for i, tier in enumerate(self.tiers) if tier.saves)
@@ -127,12 +127,12 @@ class TierStore:
             self._store_sizes.append(size)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until every tier has what it was given."""
+        """Wait until every tier has kept the blocks that it was given."""
         deadline = time.monotonic() + timeout
         done = [tier.flush(max(deadline - time.monotonic(), 0.0)) for tier in self.tiers]
         return all(done)
 
-    # ---- up
+    # ---- loading into the pool
 
     def load(self, number: int, keys: list[bytes], block_ids: list[int]) -> None:
         """Begin to read these keys, which `poll` copies into the blocks."""
@@ -146,8 +146,8 @@ class TierStore:
         self._jobs[slow].put(load)
 
     def poll(self) -> list[tuple[int, list[bool] | int]]:
-        """Copy what was read. Returns per load its number and the number of blocks that were handled, or, once all are,
-        whether each holds its key's content on every rank; then the load is over.
+        """Copy contents that were read. Returns per load its number and the number of blocks handled or, once all are,
+        whether each block holds its key's content on every rank; then the load is over.
         """
         copied = 0
         while copied < COPY_BYTES:
@@ -166,7 +166,7 @@ class TierStore:
         return self._reports()
 
     def _copy(self, load: _Load, content: bytes) -> bool:
-        """Returns False for a content of another size, which is not this model's."""
+        """Copy a content into its block. Returns False if its size is not this model's."""
         start = time.monotonic()
         try:
             self.scatter(load.block_ids[len(load.ok)], content)
@@ -219,7 +219,7 @@ class TierStore:
                 return content
         return None
 
-    # ---- both
+    # ---- all tiers
 
     def remove(self, keys: list[bytes]) -> None:
         """Forget these blocks in every tier."""
@@ -234,12 +234,14 @@ class TierStore:
                 tier.changes.clear()
 
     def watch(self) -> None:
-        """Add the blocks that came and left to later `stats`."""
+        """Report blocks that enter and leave tiers in later `stats`."""
         for tier in self.tiers:
             tier.changes = deque()
 
     def _changes(self) -> list[tuple[str, bytes, bool]]:
-        """(medium, key, whether it is there now) since the last call. The threads of tiers add to them meanwhile."""
+        """Return (medium, key, whether it is there now) since the last call. The threads of tiers add to them
+        meanwhile.
+        """
         found = []
         for tier in self.tiers:
             while tier.changes:

@@ -13,7 +13,7 @@ INTERVAL = 60.0  # seconds between two lines with the same reason
 
 
 class Unusable:
-    """`count` is the number of files and blocks since the start. Every method may be called in any thread."""
+    """Counts unusable files and blocks since the start. Every method may be called in any thread."""
 
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
@@ -28,7 +28,7 @@ class Unusable:
         self._example[reason] = path
 
     def report(self) -> None:
-        """Log what was noted, unless a line with its reason was logged just now: then a later call does."""
+        """Log noted files, unless their reason was logged less than INTERVAL ago: then a later call does."""
         now = time.monotonic()
         for reason, number in list(self._waiting.items()):
             if number and now - self._logged.get(reason, -INTERVAL) >= INTERVAL:

@@ -69,13 +69,20 @@ void run_all(const std::vector<Gemm>& products, int path) {
 
 }  // namespace
 
-void run_products(const LinearRows* products, long count, const bf16* x, long ldx, void* out, long ldo, bool out_f32) {
+bool adds_lora(const Linear& l, long rows) {
+  const Gemm g{nullptr, 0, nullptr, nullptr, nullptr, 0, int(rows), int(l.n), int(l.k), 0, 0, l.quant, l.compact};
+  return l.path == 0 && by_many_rows(g, 0);
+}
+
+void run_products(const LinearRows* products, long count, const bf16* x, long ldx, void* out, long ldo, bool out_f32,
+                  const LoraSums* lora, long block) {
   std::vector<Gemm> all;
   for (long i = 0; i < count; i++) {
     const auto& [linear, begin, end] = products[i];
     void* to = (char*)out + begin * ldo * (out_f32 ? 4 : 2);
     all.push_back({x + begin * ldx, ldx, linear->packed, linear->bias, to, ldo, int(end - begin), int(linear->n),
-                   int(linear->k), out_f32 ? 2 : 0, int(linear->gated), linear->quant, linear->compact});
+                   int(linear->k), out_f32 ? 2 : 0, int(linear->gated), linear->quant, linear->compact, nullptr, lora,
+                   block});
   }
   run_all(all, int(products[0].linear->path));
 }
@@ -214,8 +221,10 @@ void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const fl
 // Like the functions above, for whichever weight is not null, but passes the result to `sink`. Returns false and does
 // nothing if the rows are few, there is no AMX, or the sink takes so many columns at a time that threads would be idle.
 bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact,
-                            const float* bias, const Sink* sink, long m, long n, long k, int path) {
-  Gemm g{x, ldx, packed, bias, nullptr, sink->columns + kCols, int(m), int(n), int(k), 0, 0, quant, compact, sink};
+                            const float* bias, const Sink* sink, long m, long n, long k, int path,
+                            const LoraSums* lora) {
+  Gemm g{x, ldx,   packed,  bias, nullptr, sink->columns + kCols, int(m), int(n), int(k), 0,
+         0, quant, compact, sink, lora};
   const int threads = Pool::get().threads();
   if (!by_many_rows(g, path) || n / sink->columns < 2 * threads) return false;
 #if QUIRE_AMX

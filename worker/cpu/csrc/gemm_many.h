@@ -1,7 +1,8 @@
 // Products of many rows on AMX. Results go to memory, or to a sink, some columns at a time.
 #pragma once
 
-#include "gemm.h"
+#include "lora_tiles.h"
+#include "paired_rows.h"
 
 #if QUIRE_AMX
 
@@ -15,35 +16,6 @@ constexpr int kMaxRows = 512, kPiece = 1 << 20, kRun = 20, kBlocksAtOnce = 16, k
 // With few pairs of tiles, a weight that must be expanded is processed block by block, in runs that stay in L1 with
 // their sums.
 constexpr int kFewPairs = 4, kRunInL1 = 8;
-
-// The left operand: the rows of x in place, except those that must be padded to whole k-steps or whole pairs of tiles,
-// which are copied.
-class PairedRows {
- public:
-  explicit PairedRows(const Gemm& g) : g_(g), ld_(g.ldx), rows_(g.x), whole_(g.m / 32) {
-    const long width = long(g.k_steps()) * kStep;
-    if (g.k != width || g.ldx * 2 % 4096 == 0) whole_ = 0;
-    if (whole_ * 32 == g.m) return;
-    tail_ld_ = width + kStep;  // not a multiple of 4 KiB, which would map a tile's rows to the same few cache sets
-    const long first = whole_ * 32, rows = (g.m + 31) / 32 * 32 - first;
-    tail_ = (bf16*)shared_scratch.get(rows * tail_ld_ * 2);
-    parallel_for(rows, 4, [&](long r) {
-      bf16* to = tail_ + r * tail_ld_;
-      const long given = first + r < g.m ? g.k : 0;
-      if (given) memcpy(to, g.x + (first + r) * g.ldx, given * 2);
-      memset(to + given, 0, (width - given) * 2);
-    });
-  }
-  const bf16* pair(int p) const { return p < whole_ ? rows_ + p * 32 * ld_ : tail_ + (p - whole_) * 32 * tail_ld_; }
-  long ld(int p) const { return p < whole_ ? ld_ : tail_ld_; }
-
- private:
-  const Gemm& g_;
-  long ld_, tail_ld_ = 0;
-  const bf16* rows_;
-  bf16* tail_ = nullptr;
-  long whole_;  // pairs of tiles that are used in place
-};
 
 // The part of the weight in use: k-steps [s0, s1) of block nb. s0 is even.
 struct Part {
@@ -204,6 +176,7 @@ struct ManyRows {
           float* sums = waiting.of(p - pair0, nb - nb0);
           begin(s0 == 0, one_block && p == first, sums);
           multiply(p, p == first, at, w);
+          if (s1 == steps && g.lora) g.lora->add(p, g.lora_block + nb);
           if (s1 == steps) finisher.take(p, nb);
           else if (!one_block || left > 1) store(sums);
         }

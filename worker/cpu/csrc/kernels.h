@@ -46,9 +46,14 @@ struct LinearRows {
   long begin, end;
 };
 
+class LoraSums;
+
 // Multiplies each of the rows by its layer; the layers have the same n, k and activation, and no `next`. out: bf16, or
-// float32 with out_f32.
-void run_products(const LinearRows* products, long count, const bf16* x, long ldx, void* out, long ldo, bool out_f32);
+// float32 with out_f32. lora: is added to the sums of a single product that `adds_lora`, from its block `block` on.
+void run_products(const LinearRows* products, long count, const bf16* x, long ldx, void* out, long ldo, bool out_f32,
+                  const LoraSums* lora = nullptr, long block = 0);
+// Returns whether the product of `rows` rows can add a LoraSums.
+bool adds_lora(const Linear& linear, long rows);
 
 // The experts of a layer that are on this rank.
 struct Experts {
@@ -80,7 +85,8 @@ void quire_gemm_run_compact(const bf16* x, long ldx, const Compact* weight, cons
 void quire_gemm_run_quant(const bf16* x, long ldx, const Quant* weight, const float* bias, void* out, long ldo, long m,
                           long n, long k, int flags, int path);
 bool quire_gemm_run_to_sink(const bf16* x, long ldx, const bf16* packed, const Quant* quant, const Compact* compact,
-                            const float* bias, const Sink* sink, long m, long n, long k, int path);
+                            const float* bias, const Sink* sink, long m, long n, long k, int path,
+                            const LoraSums* lora);
 void quire_add_rms_norm(const void* x, long ldx, void* residual, long ldr, const void* weight, void* out, long ldo,
                         long rows, long h, float eps, int dtype, int wide);
 void quire_run_experts(const Experts* e, const bf16* x, long ldx, const int64_t* ids, const float* weights, bf16* out,

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "lora_tiles.h"
 #include "parallel.h"
 
 namespace {
@@ -195,10 +196,14 @@ template void add_lora(const LoraStep&, const bf16*, long, float*, long);
 extern "C" {
 
 // Adds to out [tokens, ..] for x [tokens, k] and matrices of `dtype` (0 float32, 1 bfloat16, 2 float16); out has that
-// type, too, or is float32.
+// type, too, or is float32. fixed: the sums of a row have one order, whatever the other rows.
 void quire_add_lora(const LoraRows* groups, long num_groups, const void* x, long ldx, void* out, long ldo, long tokens,
-                    int dtype, int out_dtype) {
+                    int dtype, int out_dtype, bool fixed) {
   const LoraStep step{groups, num_groups, 0, 0, tokens};
+  if (dtype == 1 && !fixed &&
+      (out_dtype == 1 ? add_lora_tiles(step, (const bf16*)x, ldx, (bf16*)out, ldo)
+                      : add_lora_tiles(step, (const bf16*)x, ldx, (float*)out, ldo)))
+    return;
   if (dtype == 0) return add_lora(step, (const float*)x, ldx, (float*)out, ldo);
   if (dtype == 1 && out_dtype == 1) return add_lora(step, (const bf16*)x, ldx, (bf16*)out, ldo);
   if (dtype == 1) return add_lora(step, (const bf16*)x, ldx, (float*)out, ldo);

@@ -13,12 +13,15 @@ struct LoraPart {
   long at, step;     // its column i is column at + i / 16 * step + i % 16 of the output
 };
 
+struct LoraTiles;  // lora_tiles.h
+
 // An adapter's matrices for one layer. a = null: none.
 struct LoraMatrices {
   const void* a;  // [rank, k], padded with zeros to multiples of 4 and 32
   long rank, k;
   const LoraPart* parts;
   long num_parts;
+  const LoraTiles* tiles;  // null: none
 };
 
 // The rows of a step that use one adapter, ascending. A row may have several adapters.

@@ -17,8 +17,13 @@
 #include <mutex>
 #endif
 
-// always_inline, because GCC otherwise takes them for functions without effect and drops them
-__attribute__((always_inline)) static inline void prefetch_l1(const void* line) { __builtin_prefetch(line, 0, 3); }
+// always_inline, because GCC otherwise takes them for functions without effect and drops them. Arm's cores fetch
+// streams from L2 to L1 by themselves.
+__attribute__((always_inline)) static inline void prefetch_l1(const void* line) {
+#if defined(__x86_64__)
+  __builtin_prefetch(line, 0, 3);
+#endif
+}
 __attribute__((always_inline)) static inline void prefetch_l2(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 #if defined(__x86_64__)

@@ -111,53 +111,50 @@ constexpr const uint8_t* kCodeTable = KIND == kFloats4                  ? kE2m1C
                                       : KIND == kIq4 || KIND == kIq4_XS ? kIq4Codes
                                                                         : nullptr;
 
-// Calls f(i, codes), i < 4: codes are four consecutive k of kLanes columns in bytes, of 16 k. `at`: 32 k of a tile
-// (AVX2: of its columns). half: which 16 k of the 32.
+template <int I> using At = std::integral_constant<int, I>;
+
+// Calls f(i, codes), i < 4, a compile-time constant: codes are four consecutive k of kLanes columns in bytes, of 16 k.
+// `at`: 32 k of a tile (AVX2: of its columns). half: which 16 k of the 32.
 template <int KIND, typename F>
 __attribute__((always_inline)) inline void codes_of(const uint8_t* at, int half, F&& f) {
   const Ints low = set1_words(0x0f0f);
+  // The entries 2 * i and 2 * i + 1, whose lower four bits are the halves of a line
+  auto from_halves = [&](const uint8_t* lines, auto&& change) __attribute__((always_inline)) {
+    unrolled<2>([&](auto i) __attribute__((always_inline)) {
+      const Ints line = load_ints(lines + i * 64);
+      f(At<2 * i>(), change(At<2 * i>(), line & low)), f(At<2 * i + 1>(), change(At<2 * i + 1>(), upper_halves(line)));
+    });
+  };
   if constexpr (quant_bits(KIND) == 8) {
-    for (int i = 0; i < 4; i++) f(i, load_ints(at + half * 256 + i * 64));
+    unrolled<4>([&](auto i) __attribute__((always_inline)) { f(i, load_ints(at + half * 256 + i * 64)); });
   } else if constexpr (quant_bits(KIND) == 4) {
-    for (int i = 0; i < 2; i++) {
-      const Ints line = load_ints(at + half * 128 + i * 64), a = line & low, b = words_right<4>(line) & low;
-      if constexpr (kCodeTable<KIND> != nullptr) {
-        const Ints table = repeat(kCodeTable<KIND>);
-        f(2 * i, shuffle_bytes(table, a)), f(2 * i + 1, shuffle_bytes(table, b));
-      } else {
-        f(2 * i, a), f(2 * i + 1, b);
-      }
-    }
+    from_halves(at + half * 128, [](auto, Ints codes) __attribute__((always_inline)) {
+      if constexpr (kCodeTable<KIND> != nullptr) return shuffle_bytes(repeat(kCodeTable<KIND>), codes);
+      else return codes;
+    });
   } else if constexpr (quant_bits(KIND) == 5) {
     const Ints fifth = set1_words(0x1010), high = load_ints(at + 256);
-    auto join = [&](Ints nibbles, Ints bits) { return or_masked(nibbles, bits, fifth); };
-    for (int i = 0; i < 2; i++) {
-      const Ints line = load_ints(at + half * 128 + i * 64), a = line & low, b = words_right<4>(line) & low;
-      if (half == 0)
-        f(2 * i, join(a, i ? words_left<2>(high) : words_left<4>(high))),
-            f(2 * i + 1, join(b, i ? words_left<1>(high) : words_left<3>(high)));
-      else
-        f(2 * i, join(a, i ? words_right<2>(high) : high)),
-            f(2 * i + 1, join(b, i ? words_right<3>(high) : words_right<1>(high)));
-    }
+    from_halves(at + half * 128, [&](auto i, Ints codes) __attribute__((always_inline)) {
+      const Ints bits = half == 0 ? words_left<4 - i>(high) : i == 0 ? high : words_right<i>(high);
+      return or_masked(codes, bits, fifth);
+    });
   } else if constexpr (quant_bits(KIND) == 2) {
     const Ints line = load_ints(at + half * 64), two = set1_words(0x0303);
-    f(0, line & two), f(1, words_right<2>(line) & two), f(2, words_right<4>(line) & two),
-        f(3, words_right<6>(line) & two);
+    f(At<0>(), line & two), f(At<1>(), words_right<2>(line) & two), f(At<2>(), words_right<4>(line) & two),
+        f(At<3>(), words_right<6>(line) & two);
   } else if constexpr (quant_bits(KIND) == 3) {
     const Ints line = load_ints(at + half * 64), two = set1_words(0x0303), third = set1_words(0x0404);
     const Ints bits = half ? words_right<4>(load_ints(at + 128)) : load_ints(at + 128);
-    f(0, or_masked(line & two, words_left<2>(bits), third)),
-        f(1, or_masked(words_right<2>(line) & two, words_left<1>(bits), third));
-    f(2, or_masked(words_right<4>(line) & two, bits, third)),
-        f(3, or_masked(words_right<6>(line) & two, words_right<1>(bits), third));
+    f(At<0>(), or_masked(line & two, words_left<2>(bits), third)),
+        f(At<1>(), or_masked(words_right<2>(line) & two, words_left<1>(bits), third));
+    f(At<2>(), or_masked(words_right<4>(line) & two, bits, third)),
+        f(At<3>(), or_masked(words_right<6>(line) & two, words_right<1>(bits), third));
   } else {
     const Ints upper = set1_words(0x3030), high = load_ints(at + half * 192 + 128);
-    for (int i = 0; i < 2; i++) {
-      const Ints line = load_ints(at + half * 192 + i * 64);
-      f(2 * i, or_masked(line & low, i ? high : words_left<4>(high), upper));
-      f(2 * i + 1, or_masked(words_right<4>(line) & low, i ? words_right<2>(high) : words_left<2>(high), upper));
-    }
+    from_halves(at + half * 192, [&](auto i, Ints codes) __attribute__((always_inline)) {
+      return or_masked(codes, i == 0 ? words_left<4>(high) : i == 1 ? words_left<2>(high) : i == 2 ? high
+                                                                                      : words_right<2>(high), upper);
+    });
   }
 }
 

@@ -13,24 +13,24 @@ template <int DWORDS, bool NARROW> struct Sum;
 template <bool NARROW> struct Sum<2, NARROW> {
   Ints high, low;
   static Sum from(int start) { return {Ints{}, set1_ints(start)}; }
-  void add(Ints codes, const int32_t* x) {
-    high = add_byte_products(high, codes, set1_ints(x[0])), low = add_byte_products(low, codes, set1_ints(x[1]));
+  template <int I, int N> void add(Ints codes, const Operands<N>& x) {
+    high = add_byte_products<I * 2>(high, codes, x), low = add_byte_products<I * 2 + 1>(low, codes, x);
   }
   Ints total() const { return add_ints(left<8>(high), low); }
 };
 template <> struct Sum<1, true> {
   Ints sum;
   static Sum from(int start) { return {set1_ints(start)}; }
-  void add(Ints codes, const int32_t* x) { sum = add_byte_products(sum, codes, set1_ints(x[0])); }
+  template <int I, int N> void add(Ints codes, const Operands<N>& x) { sum = add_byte_products<I>(sum, codes, x); }
   Ints total() const { return sum; }
 };
 #else
 template <bool NARROW> struct Sum<2, NARROW> {
   Ints sum;
   static Sum from(int start) { return {set1_ints(start)}; }
-  void add(Ints codes, const int32_t* x) {
-    sum = add_products(add_products(sum, codes & set1_words(255), set1_ints(x[0])), words_right<8>(codes),
-                       set1_ints(x[1]));
+  template <int I, int N> void add(Ints codes, const Operands<N>& x) {
+    sum = add_products(add_products(sum, codes & set1_words(255), x.template one<I * 2>()), words_right<8>(codes),
+                       x.template one<I * 2 + 1>());
   }
   Ints total() const { return sum; }
 };
@@ -58,9 +58,13 @@ __attribute__((always_inline)) inline void add_codes(const CODES& from, const in
     return;
   } else
 #endif
-  from.template read<HALF>([&](int i, Ints codes) __attribute__((always_inline)) {
-    unrolled<ROWS>([&](auto r) __attribute__((always_inline)) { sums[r].add(codes, x + (i * ROWS + r) * DWORDS); });
-  });
+  {
+    const Operands<4 * ROWS * DWORDS> operands(x);
+    from.template read<HALF>([&](auto i, Ints codes) __attribute__((always_inline)) {
+      unrolled<ROWS>(
+          [&](auto r) __attribute__((always_inline)) { sums[r].template add<i * ROWS + r>(codes, operands); });
+    });
+  }
 }
 
 // The same for several registers of columns whose codes are unpacked: all of them multiply by an entry of x before the
@@ -68,12 +72,14 @@ __attribute__((always_inline)) inline void add_codes(const CODES& from, const in
 template <int HALF, int ROWS, int PARTS, typename CODES, int DWORDS, bool NARROW>
 __attribute__((always_inline)) inline void add_together(const CODES (&from)[PARTS], const int32_t* x,
                                                         Sum<DWORDS, NARROW> (&sums)[PARTS][ROWS]) {
+  const Operands<4 * ROWS * DWORDS> operands(x);
   unrolled<4>([&](auto i) __attribute__((always_inline)) {
     Ints codes[PARTS];
     unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { codes[p] = from[p].four(HALF * 4 + i); });
     unrolled<ROWS>([&](auto r) __attribute__((always_inline)) {
-      unrolled<PARTS>([&](auto p)
-                          __attribute__((always_inline)) { sums[p][r].add(codes[p], x + (i * ROWS + r) * DWORDS); });
+      unrolled<PARTS>([&](auto p) __attribute__((always_inline)) {
+        sums[p][r].template add<i * ROWS + r>(codes[p], operands);
+      });
     });
   });
 }
@@ -83,31 +89,42 @@ struct RunNumbers {
   alignas(64) float scales[IntegerRows::kRun / 16][kCols], offsets[IntegerRows::kRun / 16][kCols];
 };
 
-inline Floats floats_of(const Quant& q, const void* table, long at) {
-  return q.half ? load_floats((const f16*)table + at) : load_floats((const bf16*)table + at);
+// Converts `columns` entries of a table, from `column` on, for each of `spans` spans of k.
+template <typename T>
+__attribute__((always_inline)) inline void convert_numbers(const T* from, long spans, int column, int columns,
+                                                           float (*to)[kCols]) {
+  for (long i = 0; i < spans; i++, from += kCols)
+    for (int c = column; c < column + columns; c += kLanes) store_floats(to[i] + c, load_floats(from + c));
+}
+inline void convert_halves(const Quant& q, const void* table, long at, long spans, int column, int columns,
+                           float (*to)[kCols]) {
+  if (q.half) convert_numbers((const f16*)table + at, spans, column, columns, to);
+  else convert_numbers((const bf16*)table + at, spans, column, columns, to);
 }
 
 template <int KIND>
 __attribute__((noinline)) void find_numbers(const Quant& q, int nb, long begin, long end, int column, int columns,
                                             RunNumbers& to) {
-  for (int c = column; c < column + columns; c += kLanes) {
-    if constexpr (is_super_kind(KIND)) {
-      using Scales = SuperScales<KIND>;
+  if constexpr (is_super_kind(KIND)) {
+    using Scales = SuperScales<KIND>;
+    for (int c = column; c < column + columns; c += kLanes) {
       const Scales scales(q.super(nb, int(begin / 256)), c);
       unrolled<256 / Scales::kGroup>([&](auto i) {
         store_floats(to.scales[i] + c, scales.template scale<i>());
         if constexpr (kKinds[KIND].offsets) store_floats(to.offsets[i] + c, scales.template offset<i>());
       });
-    } else {
-      const int span = q.span();
-      for (long k = begin, i = 0; k < end; k += span, i++) {
-        const long place = q.group_at(nb, int(k)) + c;
-        store_floats(to.scales[i] + c,
-                     KIND == kFloats4 ? half_power((const uint8_t*)q.scales + place) : floats_of(q, q.scales, place));
-        if (kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets))
-          store_floats(to.offsets[i] + c, floats_of(q, q.offsets, place));
-      }
     }
+  } else {
+    const long place = q.group_at(nb, int(begin)), spans = (end - begin + q.span() - 1) / q.span();
+    if constexpr (KIND == kFloats4) {
+      const uint8_t* from = (const uint8_t*)q.scales + place;
+      for (long i = 0; i < spans; i++, from += kCols)
+        for (int c = column; c < column + columns; c += kLanes) store_floats(to.scales[i] + c, half_power(from + c));
+    } else {
+      convert_halves(q, q.scales, place, spans, column, columns, to.scales);
+    }
+    if (kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets))
+      convert_halves(q, q.offsets, place, spans, column, columns, to.offsets);
   }
 }
 
@@ -126,7 +143,7 @@ struct StoredCodes {
   int odd;  // whether `at` is the second half of a step of a tile
   template <int HALF, typename F>
   __attribute__((always_inline)) void read(F&& f) const {
-    codes_of<KIND>(at, HALF, [&](int i, Ints codes) __attribute__((always_inline)) {
+    codes_of<KIND>(at, HALF, [&](auto i, Ints codes) __attribute__((always_inline)) {
       f(i, byte_offset(KIND) ? sub_bytes(codes, set1_words(0x8080)) : codes);
     });
   }
@@ -149,7 +166,7 @@ struct UnpackedCodes {
   int odd = 0;   // as in StoredCodes
   template <int HALF, typename F>
   __attribute__((always_inline)) void read(F&& f) const {
-    unrolled<4>([&](auto i) __attribute__((always_inline)) { f(int(i), four(HALF * 4 + i)); });
+    unrolled<4>([&](auto i) __attribute__((always_inline)) { f(i, four(HALF * 4 + i)); });
   }
   Ints four(int i) const { return load_ints(at + i * sizeof(Ints)); }  // k 4 i .. 4 i + 3
   void next() { at += 8 * sizeof(Ints) + (odd ? skip : 0), odd ^= 1; }
@@ -202,7 +219,9 @@ __attribute__((always_inline)) inline void quant_run(const IntegerRows& x, int g
     stop = std::min<long>(k + std::max(span, 32), end);
     start();
     for (long at = k; at < stop; at += 32) {
-      unrolled<PARTS>([&](auto p) __attribute__((always_inline)) { codes[p].prefetch(); });
+      unrolled<PARTS>([&](auto p) __attribute__((always_inline)) {
+        if constexpr (p * kLanes % 16 == 0) codes[p].prefetch();  // else its lines are those of the part before
+      });
       add_half(std::integral_constant<int, 0>());
       if (CODES::kSixteen) apply(), start();
       add_half(std::integral_constant<int, 1>());
@@ -224,8 +243,9 @@ constexpr int kStoredRows = kLanes == 16 ? 4 : 2;
 // y[ROWS][32] = x times block nb.
 template <int KIND, bool NARROW, int ROWS>
 void few_rows(const Quant& q, const IntegerRows& x, int nb, float* y) {
-  // Registers of columns together: more independent sums, to hide latency
-  constexpr int PARTS = ROWS <= 2 ? 2 : 1, DWORDS = IntegerRows::dwords(KIND, NARROW);
+  // Registers of columns together: more independent sums, to hide latency. dotprod has registers for all columns.
+  constexpr int DWORDS = IntegerRows::dwords(KIND, NARROW),
+                PARTS = ROWS == 1 && DWORDS == 1 && kLanes == 8 && QUIRE_BYTE_PRODUCTS ? 4 : ROWS <= 2 ? 2 : 1;
   const bool has_offsets = kKinds[KIND].offsets || (KIND <= kIntegers8 && q.offsets);
   RunNumbers numbers;
   for (int column = 0; column < kCols; column += PARTS * kLanes)

@@ -6,7 +6,7 @@
 #include "gated_rows.h"
 #include "gemm.h"
 #include "kernels.h"
-#include "lora.h"
+#include "lora_tiles.h"
 #include "parallel.h"
 
 namespace {
@@ -16,11 +16,20 @@ constexpr long kBf16 = 1;  // the `dtype` of other kernels
 constexpr long kPad = 32;
 constexpr long kHalvesAtOnce = 256;  // rows whose gate and up are in float32 at a time
 
-void run(const Linear& linear, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
-  for (const Linear* part = &linear; part; out += part->width(), part = part->next) {
+void run(const Linear& linear, const bf16* x, long ldx, bf16* out, long ldo, long rows,
+         const LoraSums* lora = nullptr) {
+  long block = 0;
+  for (const Linear* part = &linear; part; out += part->width(), block += part->n / 32, part = part->next) {
     const LinearRows all{part, 0, rows};
-    run_products(&all, 1, x, ldx, out, ldo, false);
+    run_products(&all, 1, x, ldx, out, ldo, false, lora, block);
   }
+}
+
+// What adapters add to the sums of a layer's product; empty if the product does not take it.
+LoraSums lora_sums(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, long rows) {
+  for (const Linear* part = &linear; part; part = part->next)
+    if (!adds_lora(*part, rows)) return {};
+  return {lora, x, ldx};
 }
 
 // The linear layers of a decoder layer, as `LoraRows::layers` numbers them.
@@ -28,6 +37,7 @@ enum AdaptedLinear { kQkv, kO, kGateUp, kDown, kNumAdapted };
 
 // The product, with what adapters add.
 void run_adapted(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
+  if (const LoraSums sums = lora_sums(linear, lora, x, ldx, rows)) return run(linear, x, ldx, out, ldo, rows, &sums);
   run(linear, x, ldx, out, ldo, rows);
   add_lora(lora, x, ldx, out, ldo);
 }
@@ -38,6 +48,7 @@ thread_local Scratch halves_scratch;
 // rounding are those of the product that applies the activation itself.
 void run_gated(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
   if (!lora.applies()) return run(linear, x, ldx, out, ldo, rows);
+  if (const LoraSums sums = lora_sums(linear, lora, x, ldx, rows)) return run(linear, x, ldx, out, ldo, rows, &sums);
   const Linear both = ungated(linear);
   for (long t = 0; t < rows; t += kHalvesAtOnce) {
     const long count = std::min(kHalvesAtOnce, rows - t), ldh = both.n + kPad;
@@ -114,7 +125,7 @@ void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const v
 // Computes the qkv projection and normalises, rotates and stores each head as soon as a tile of its rows is ready.
 // Returns false, with nothing done, if the matmul cannot produce its output head by head.
 bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const long* positions, const long* slots,
-                  long rows) {
+                  long rows, const LoraSums* lora) {
   if (!s.cache.head_dim || s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16 || s.qkv.next) return false;
   struct Heads { QkvArgs args; const long *positions, *slots; } heads{s.cache, positions, slots};
   heads.args.qkv = out;
@@ -124,7 +135,7 @@ bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const lo
                     quire_qkv_head_to_cache(&h.args, column / h.args.head_dim, x, ldx, h.positions, h.slots, row, rows);
                   }};
   return quire_gemm_run_to_sink(x, ldx, s.qkv.packed, s.qkv.quant, s.qkv.compact, s.qkv.bias, &sink, rows, s.qkv.n,
-                                s.qkv.k, int(s.qkv.path));
+                                s.qkv.k, int(s.qkv.path), lora);
 }
 
 // Runs the segment on `rows` tokens. x and inner are workspace, with row strides hidden + kPad and MLP width + kPad.
@@ -149,8 +160,12 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
   } else {
     add_norm(s, residual, s.hidden, nullptr, s.norm, normed, ldn, rows);
   }
-  if (!s.qkv.k || (!after.applies() && qkv_to_cache(s, x, ldx, out, positions, slots, rows))) return;
-  run_adapted(s.qkv, after, x, ldx, out, s.cache.ld_qkv, rows);
+  if (!s.qkv.k) return;
+  const LoraSums sums = lora_sums(s.qkv, after, x, ldx, rows);
+  const LoraSums* adds = sums ? &sums : nullptr;
+  if ((adds || !after.applies()) && qkv_to_cache(s, x, ldx, out, positions, slots, rows, adds)) return;
+  if (adds) run(s.qkv, x, ldx, out, s.cache.ld_qkv, rows, adds);
+  else run_adapted(s.qkv, after, x, ldx, out, s.cache.ld_qkv, rows);
   if (s.cache.head_dim) quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 

@@ -83,6 +83,24 @@ __attribute__((always_inline)) inline void unrolled(F&& f, std::integer_sequence
 template <int N, typename F>
 __attribute__((always_inline)) inline void unrolled(F&& f) { unrolled(f, std::make_integer_sequence<int, N>()); }
 
+#if defined(__x86_64__)
+// The upper four bits of each byte
+static inline Ints upper_halves(Ints x) { return words_right<4>(x) & set1_words(0x0f0f); }
+
+// N dwords for products of each with all lanes
+template <int N> struct Operands {
+  const int32_t* x;
+  explicit Operands(const int32_t* x) : x(x) {}
+  template <int I> Ints one() const { return set1_ints(x[I]); }
+};
+#if QUIRE_BYTE_PRODUCTS
+// The same as with the entries of x, with dword I of it.
+template <int I, int N> static inline Ints add_byte_products(Ints sum, Ints bytes, const Operands<N>& x) {
+  return add_byte_products(sum, bytes, x.template one<I>());
+}
+#endif
+#endif
+
 // Convert bf16 to float: the even or the odd elements of pairs.
 static inline Floats evens(Ints pairs) { return (Floats)left<16>(pairs); }
 static inline Floats odds(Ints pairs) { return (Floats)(pairs & set1_ints(int(0xffff0000u))); }

@@ -83,6 +83,8 @@ template <int N> static inline Ints right(Ints x) {
 template <int N> static inline Ints signed_right(Ints x) { return {x.a >> N, x.b >> N}; }
 template <int N> static inline Ints words_left(Ints x) { return by_words(x, [](uint16x8_t w) { return w << N; }); }
 template <int N> static inline Ints words_right(Ints x) { return by_words(x, [](uint16x8_t w) { return w >> N; }); }
+// The upper four bits of each byte
+static inline Ints upper_halves(Ints x) { return by_bytes(x, [](uint8x16_t bytes) { return bytes >> 4; }); }
 static inline Ints shuffle_bytes(Ints x, Ints order) {
   return {vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(x.a), vreinterpretq_u8_s32(order.a))),
           vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(x.b), vreinterpretq_u8_s32(order.b)))};
@@ -126,6 +128,17 @@ static inline void store_totals(float* p, const Ints* four, float unit) {
   vst1q_f32(p, vcvtq_f32_s32(totals_of(four)) * vdupq_n_f32(unit));
 }
 
+// N dwords (a multiple of four) for products of each with all lanes
+template <int N> struct Operands {
+  int32x4_t four[N / 4];
+  explicit Operands(const int32_t* x) {
+    for (int i = 0; i < N / 4; i++) four[i] = vld1q_s32(x + i * 4);
+  }
+  template <int I> Ints one() const {
+    const int32x4_t dword = vdupq_laneq_s32(four[I / 4], I % 4);
+    return {dword, dword};
+  }
+};
 #if defined(__ARM_FEATURE_DOTPROD)
 #define QUIRE_BYTE_PRODUCTS 1
 // sum += the four products of the bytes (unsigned; if kSignedBytes, signed) and the signed bytes of x in each lane.
@@ -135,11 +148,22 @@ static inline Ints add_byte_products(Ints sum, Ints bytes, Ints x) {
   return {vusdotq_s32(sum.a, vreinterpretq_u8_s32(bytes.a), vreinterpretq_s8_s32(x.a)),
           vusdotq_s32(sum.b, vreinterpretq_u8_s32(bytes.b), vreinterpretq_s8_s32(x.b))};
 }
+// The same with dword I of x.
+template <int I, int N> static inline Ints add_byte_products(Ints sum, Ints bytes, const Operands<N>& x) {
+  const int8x16_t four = vreinterpretq_s8_s32(x.four[I / 4]);
+  return {vusdotq_laneq_s32(sum.a, vreinterpretq_u8_s32(bytes.a), four, I % 4),
+          vusdotq_laneq_s32(sum.b, vreinterpretq_u8_s32(bytes.b), four, I % 4)};
+}
 #else
 constexpr bool kSignedBytes = true;
 static inline Ints add_byte_products(Ints sum, Ints bytes, Ints x) {
   return {vdotq_s32(sum.a, vreinterpretq_s8_s32(bytes.a), vreinterpretq_s8_s32(x.a)),
           vdotq_s32(sum.b, vreinterpretq_s8_s32(bytes.b), vreinterpretq_s8_s32(x.b))};
+}
+template <int I, int N> static inline Ints add_byte_products(Ints sum, Ints bytes, const Operands<N>& x) {
+  const int8x16_t four = vreinterpretq_s8_s32(x.four[I / 4]);
+  return {vdotq_laneq_s32(sum.a, vreinterpretq_s8_s32(bytes.a), four, I % 4),
+          vdotq_laneq_s32(sum.b, vreinterpretq_s8_s32(bytes.b), four, I % 4)};
 }
 #endif
 #else

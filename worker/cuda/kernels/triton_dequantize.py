@@ -55,7 +55,7 @@ def dequantize_groups(weight: StoredGroups, first: int, out: torch.Tensor) -> No
 
 
 def dequantize_tiles(weight: StoredTiles, first: int, out: torch.Tensor) -> None:
-    """Dequantize likewise a weight in tiles."""
+    """Do the same for a weight in tiles."""
     groups = weight.of_groups()
     values, scales, zeros, _, row_scales = groups.tensors
     strides = weight.values.shape[1], *weight.scales.stride()
@@ -64,7 +64,7 @@ def dequantize_tiles(weight: StoredTiles, first: int, out: torch.Tensor) -> None
 
 
 def dequantize_blocks(blocks: torch.Tensor, kind: str, first: int, out: torch.Tensor) -> None:
-    """Dequantize likewise a weight in blocks of the type `kind` of a GGUF file."""
+    """Do the same for a weight in blocks of the type `kind` of a GGUF file."""
     constants = block_constants(kind) | {"FORM": "blocks", "SCALES": "", "GROUP": 1}
     _launch(out, blocks, None, None, block_table(kind, out.device), None, blocks.stride(0), 0, 0, first, constants)
 

@@ -26,6 +26,7 @@ from quire.worker.cuda.kernels.triton_routing import sort_by_expert
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_silu": 2}
 FEW_ROWS = 16  # per expert on average, up to which tiles are narrow
+_FIXED_TILE = 64
 _MANY_ROWS = 96  # above which tiles of 128 rows are more full than empty
 
 
@@ -44,7 +45,7 @@ _NO_BLOCKS = {"KIND": 0, "CODES_AT": 0, "VALUES": 1, "BYTES": 1}
 
 
 def arguments(stack: Stack) -> tuple[tuple, dict[str, int | str]]:
-    """(tensors and strides, constants) of a stack of weights for the kernels."""
+    """Return (tensors and strides, constants) of a stack of weights for the kernels."""
     if isinstance(stack, StoredGroups):
         values, scales = stack.values, stack.scales
         strides = values.stride(0), values.stride(1), scales.stride(0), scales.stride(1)
@@ -59,12 +60,12 @@ def arguments(stack: Stack) -> tuple[tuple, dict[str, int | str]]:
 
 
 def _is_narrow(stack: Stack) -> bool:
-    """Return whether tiles of few rows should have more columns, because those take few bytes."""
+    """Return whether tiles of few rows should have more columns, because the weights take few bytes."""
     return isinstance(stack, StoredGroups) and stack.bits == 4
 
 
 def _tile_of(num_pairs: int, num_experts: int, stack: Stack, x: torch.Tensor) -> int:
-    """Return rows of a tile: 128 where experts have more than that, of weights in 16 bits."""
+    """Return the rows of a tile: 128 where experts have more rows than that and weights have 16 bits."""
     if num_pairs <= FEW_ROWS * num_experts:
         return 16
     plain = isinstance(stack, torch.Tensor) and x.element_size() == 2
@@ -84,16 +85,18 @@ def fused_experts(
     activation: str,
     first: int = 0,
     weigh_inputs: bool = False,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
     """Return for each row of x `[T, H]` the sum of its experts' outputs times `weights` `[T, k]`; ids are `[T, k]`.
 
     gate_up is `[E, 2 I, H]`, down `[E, H, I]`, their biases `[E, 2 I]` and `[E, H]`. The stacks begin with expert
     `first`; experts outside them add nothing. With `weigh_inputs` the weights multiply the experts' inputs instead.
+    With `fixed_order` tiles have one size for any number of rows.
     """
     tokens, hidden = x.shape
     (stored, up_constants), (stored_down, down_constants) = arguments(gate_up), arguments(down)
     top_k, num_experts, size = ids.shape[1], len(stored[0]), stored[0].shape[1] // 2
-    tile = _tile_of(tokens * top_k, num_experts, gate_up, x)
+    tile = _FIXED_TILE if fixed_order else _tile_of(tokens * top_k, num_experts, gate_up, x)
     pairs, experts, num_tiles = sort_by_expert(ids, first, num_experts, tile)
     weights, ids = weights.float().contiguous(), ids.contiguous()
     between = x.new_empty(tokens * top_k, size)

@@ -22,7 +22,7 @@ _ROWS, _COLUMNS = 64, 128  # for a tile; its columns are one group of the activa
 
 
 def fits(stack: Stack) -> bool:
-    """Return whether the products of such a stack can be these."""
+    """Return whether these products can multiply such a stack."""
     return (
         isinstance(stack, StoredGroups)
         and stack.form == "e4m3"
@@ -50,7 +50,7 @@ def fused_experts(
     first: int = 0,
     weigh_inputs: bool = False,
 ) -> torch.Tensor:
-    """`triton_experts.fused_experts` without biases, of stacks that fit."""
+    """Return `triton_experts.fused_experts` without biases, of stacks that fit."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]
     num_experts, size = len(gate_up.values), gate_up.values.shape[1] // 2
     pairs, experts, num_tiles = sort_by_expert(ids, first, num_experts, _ROWS)
@@ -75,7 +75,7 @@ def fused_experts(
 
 @triton.jit
 def _weight(values, scales, at, scale_at, k, inside):
-    """(128 columns of rows of a weight `[128, columns]`, the rows' scales)."""
+    """Return (128 columns of rows of a weight `[128, columns]`, the rows' scales)."""
     entries = k * 128 + tl.arange(0, 128)
     tile = tl.load(values + at[None, :] + entries[:, None], mask=inside[None, :], other=0.0)
     return tile, tl.load(scales + scale_at + k, mask=inside, other=0.0).to(tl.float32)

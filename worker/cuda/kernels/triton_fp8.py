@@ -20,14 +20,14 @@ _SOME_ROWS = 64
 
 
 def empty_rounded(x: torch.Tensor, rounding: Rounding) -> Rounded:
-    """Room for x `[T, k]` rounded."""
+    """Allocate the result of rounding x `[T, k]`."""
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     num = 1 if rounding.group is None else x.shape[1] // rounding.group
     return Rounded(values, torch.empty(len(x), num, dtype=torch.float32, device=x.device), rounding)
 
 
 def round_rows(x: torch.Tensor, rounding: Rounding) -> Rounded:
-    """`rounding.round_rows` in one launch."""
+    """Do `rounding.round_rows` in one launch."""
     rounded, size = empty_rounded(x, rounding), x.shape[1]
     group = rounding.group or triton.next_power_of_2(size)
     block = max(group, min(1024, triton.next_power_of_2(size)))
@@ -64,8 +64,8 @@ def multiply_rounded(
     x: Rounded, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype,
     num_splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x `[T, k]`, rounded by groups of 128, times the transposed weight of e4m3 values `[n, k]` and scales `[n, k /
-    128]`, plus bias: `[T, n]` of `dtype`. k is a multiple of 128.
+    """Return x `[T, k]`, rounded by groups of 128, times the transposed weight of e4m3 values `[n, k]` and scales `[n,
+    k / 128]`, plus bias: `[T, n]` of `dtype`. k is a multiple of 128.
     """
     num_rows, (n, k) = len(x.values), values.shape
     few = num_rows <= _SOME_ROWS

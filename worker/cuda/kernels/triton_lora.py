@@ -25,7 +25,7 @@ def add(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_order
     if x.dtype not in _TYPES or any(len(weights.parts) > PARTS for _, weights in groups) or out.stride(1) != 1:
         return add_lora(x, out, groups, fixed_order)
     together = [group for group in groups if not group[0].overlaps]
-    # rows that have another adapter, too, get one after the other
+    # rows with several adapters get them one after another
     for some in ([together] if together else []) + [[group] for group in groups if group[0].overlaps]:
         _add(x if x.stride(1) == 1 else x.contiguous(), out, some)
 
@@ -51,8 +51,8 @@ def _launch(
     x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, most: int, rank: int, num_parts: int,
     widest: int,
 ) -> None:  # fmt: skip
-    """`rows` `[groups, 3 or more]` and `table` `[groups, NUMBERS]`. The other numbers bound those of a group: `most`
-    rows, `rank` and parts of `widest` columns.
+    """Launch both kernels. `rows` `[groups, 3 or more]` and `table` `[groups, NUMBERS]`. The other numbers bound those
+    of a group: `most` rows, `rank` and parts of `widest` columns.
     """
     ranks, tiles = triton.cdiv(rank, _RANKS), triton.cdiv(most, _ROWS)
     inner = torch.empty(len(rows), most, ranks * _RANKS, dtype=torch.float32, device=x.device)
@@ -71,7 +71,7 @@ def _stacked(tables: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _row_table(rows: LoraRows) -> torch.Tensor:
-    """int64 `[3]`: addresses of the indices and scales, number of rows. Made once per step."""
+    """Return int64 `[3]`: addresses of the indices and scales, number of rows. Made once per step."""
     if rows.packed is None:
         scales = torch.ones_like(rows.index, dtype=torch.float32) if rows.scales is None else rows.scales
         numbers = [rows.index.data_ptr(), scales.data_ptr(), len(rows.index)]
@@ -80,13 +80,14 @@ def _row_table(rows: LoraRows) -> torch.Tensor:
 
 
 def _weight_table(weights: LoraWeights) -> torch.Tensor:
-    """int64 `[_TABLE]`. Made with the first use of an adapter."""
+    """Return int64 `[_TABLE]`. Made with the first use of an adapter."""
     if weights.packed is None:
         weights.packed = torch.tensor(weight_numbers(weights), device=weights.a.device)
     return weights.packed
 
 
-@triton.jit
+# an adapter's sizes; specializing on them would recompile the kernel
+@triton.jit(do_not_specialize=["stride_group", "stride_rows"])
 def _shrink_kernel(
     x, inner, rows, table, stride_x, stride_group, stride_row, width, stride_rows,
     ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr,
@@ -115,7 +116,7 @@ def _shrink_kernel(
         tl.store(inner + group * stride_group + i[:, None] * stride_row + r[None, :], sums, mask=(i < count)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_group", "stride_rows", "num_parts"])
 def _expand_kernel(
     inner, out, like, rows, table, stride_out, stride_group, stride_row, stride_rows, num_parts,
     ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,

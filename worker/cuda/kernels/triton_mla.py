@@ -3,6 +3,9 @@ that all query heads share and whose values are the first columns of its keys, s
 In 8 bits, its two parts have scales of their own.
 
 One program serves BLOCK_Q consecutive tokens of one request for BLOCK_G of their heads.
+
+Two more kernels compute what latent attention does beside its products: one normalises, rotates and stores a step's
+latents, one rotates its queries.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ from quire.worker.cuda.kernels.triton_paged import (
 )
 from quire.worker.cuda.kernels.triton_scaled import kind_of, numbers_of
 
+_HEADS = 16  # of a program that rotates queries
 _ROWS = 32  # tokens x heads of a program: their results, 512 floats each, stay in registers
 
 
 # These arguments change from step to step; specializing on them would recompile the kernel.
-@triton.jit(do_not_specialize=["num_reqs", "table_stride", "num_splits"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "table_stride", "num_splits"],
+    do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens"],
+)
 def _attend_latent_kernel(
     q, cache, out, partial_out, partial_max, partial_sum, block_table, query_start_loc, seq_lens, qk_scale, num_reqs,
     num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, page_stride,
@@ -118,12 +125,15 @@ def latent_attention(
     max_query_len: int,
     scale: float,
     num_splits: int | None = None,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
     """Return causal varlen attention of q `[T, num_heads, width]` over a latent cache `[num_blocks, block_size, 1,
     width]`, of q's type or in 8 bits, whose first `rank` columns are the values. Returns `[T, num_heads, rank]`.
 
-    `num_splits` is as in `triton_paged.paged_attention`.
+    `num_splits` and `fixed_order` are as in `triton_paged.paged_attention`.
     """
+    if fixed_order:
+        max_query_len, num_splits = max(max_query_len, 2), 1
     num_tokens, num_heads, width = q.shape
     block_size, num_reqs = cache.shape[1], seq_lens.shape[0]
     block_g = min(16, triton.next_power_of_2(num_heads))
@@ -158,3 +168,75 @@ def latent_attention(
             partial_out, partial_max, partial_sum, out, num_splits, out.stride(0), out.stride(1),
             NUM_HEADS=num_heads, HEAD_DIM=rank, BLOCK_D=block_r, BLOCK_S=MAX_SPLITS)  # fmt: skip
     return out
+
+
+def write_latents(
+    latents: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """See `Ops.write_latents`."""
+    rank, rope_dim = len(weight), cos_sin.shape[1]
+    _write_latents_kernel[(len(latents),)](
+        latents, weight, cos_sin, positions, cache, slots, eps, latents.stride(0), cos_sin.stride(0),
+        cache.stride(0), cache.stride(1), RANK=rank, BLOCK=triton.next_power_of_2(rank), ROPE=rope_dim,
+        HALF=triton.next_power_of_2(rope_dim // 2), PAGE_SIZE=cache.shape[1], num_warps=4,
+    )  # fmt: skip
+
+
+def rotate_tails(q: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
+    """See `Ops.rotate_tails`."""
+    (tokens, heads, size), rope_dim = q.shape, cos_sin.shape[1]
+    _rotate_kernel[(tokens, triton.cdiv(heads, _HEADS))](
+        q, cos_sin, positions, heads, q.stride(0), cos_sin.stride(0), SIZE=size, ROPE=rope_dim, HEADS=_HEADS,
+        HALF=triton.next_power_of_2(rope_dim // 2), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _angles(cos_sin, positions, token, cos_sin_stride, lanes, mask, ROPE: tl.constexpr):
+    at = cos_sin + tl.load(positions + token) * cos_sin_stride + lanes
+    cos, sin = tl.load(at, mask=mask, other=0.0), tl.load(at + ROPE // 2, mask=mask, other=0.0)
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@triton.jit
+def _write_latents_kernel(
+    latents, weight, cos_sin, positions, cache, slots, eps, stride, cos_sin_stride, page_stride, slot_stride,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    to = cache + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
+    source, column, lanes = latents + token * stride, tl.arange(0, BLOCK), tl.arange(0, HALF)
+    inside, mask = column < RANK, lanes < ROPE // 2
+    c = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    c *= tl.rsqrt(tl.sum(c * c, 0) / RANK + eps)
+    c *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to + column, c.to(cache.dtype.element_ty), mask=inside)
+    a = tl.load(source + RANK + lanes, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + RANK + ROPE // 2 + lanes, mask=mask, other=0.0).to(tl.float32)
+    cos, sin = _angles(cos_sin, positions, token, cos_sin_stride, lanes, mask, ROPE)
+    tl.store(to + RANK + lanes, (a * cos - b * sin).to(cache.dtype.element_ty), mask=mask)
+    tl.store(to + RANK + ROPE // 2 + lanes, (b * cos + a * sin).to(cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_kernel(
+    q, cos_sin, positions, heads, stride, cos_sin_stride, SIZE: tl.constexpr, ROPE: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    rotates = lanes < ROPE // 2
+    mask = (head < heads)[:, None] & rotates[None, :]
+    at = q + token * stride + head[:, None] * SIZE + (SIZE - ROPE) + lanes[None, :]
+    first, second = tl.load(at, mask=mask, other=0.0), tl.load(at + ROPE // 2, mask=mask, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    cos, sin = _angles(cos_sin, positions, token, cos_sin_stride, lanes, rotates, ROPE)
+    tl.store(at, (a * cos[None, :] - b * sin[None, :]).to(first.dtype), mask=mask)
+    tl.store(at + ROPE // 2, (b * cos[None, :] + a * sin[None, :]).to(first.dtype), mask=mask)

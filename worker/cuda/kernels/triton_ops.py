@@ -40,14 +40,14 @@ def _add_rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None) -> torch.Tensor:
-    """RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`, with its rounding attached if one is given."""
+    """Return RMSNorm (arXiv:1910.07467) over the last dimension of x `[T, H]`, with its rounding attached if given."""
     return _launch_norm(x, None, weight, eps, rounding)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual += x, in place; returns (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
+    """Add x to residual in place. Returns (RMSNorm of the sum, residual). x and residual are `[T, H]`."""
     return _launch_norm(x, residual, weight, eps, rounding), residual
 
 
@@ -92,7 +92,7 @@ def _silu_and_mul_kernel(
 
 
 def silu_and_mul(gate_up: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor:
-    """silu(gate) * up for gate_up `[T, 2 * I]`; returns `[T, I]`, with its rounding attached if one is given."""
+    """Return silu(gate) * up `[T, I]` for gate_up `[T, 2 * I]`, with its rounding attached if one is given."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     whole = triton.next_power_of_2(size)
@@ -188,8 +188,8 @@ def qk_norm_rope_write(
     slot_mapping: torch.Tensor,
     num_heads: int,
 ) -> torch.Tensor:
-    """Per-head RMSNorm of q and k (if weights are given), rotary embedding (rotate-half form, arXiv:2104.09864), and
-    the store of k and v into their slots.
+    """Apply per-head RMSNorm to q and k (if weights are given) and rotary embedding (rotate-half form,
+    arXiv:2104.09864), and store k and v in their slots.
 
     qkv is `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, its q part is overwritten; cos_sin `[max_positions,
     head_dim]` holds the cosines of the head_dim / 2 angles, then the sines; caches are `[num_blocks, block_size,

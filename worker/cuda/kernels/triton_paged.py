@@ -12,6 +12,9 @@ keys over `num_splits` programs, and a second kernel combines their partial resu
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -54,7 +57,10 @@ if triton is not None:
         return low
 
     # These arguments change from step to step; specializing on them would recompile the kernel.
-    @triton.jit(do_not_specialize=["num_reqs", "table_stride", "num_splits"])
+    @triton.jit(
+        do_not_specialize=["num_reqs", "table_stride", "num_splits"],
+        do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens"],
+    )
     def _attend_kernel(
         q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, sinks, block_table, query_start_loc, seq_lens,
         qk_scale, num_reqs, num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
@@ -184,12 +190,12 @@ if triton is not None:
         )
 
 
-def attend(call: AttentionCall) -> torch.Tensor:
-    """Paged attention with the arguments of `call`."""
+def attend(call: AttentionCall, fixed_order: bool = False) -> torch.Tensor:
+    """Call `paged_attention` with the arguments of `call`."""
     meta = call.meta
     return paged_attention(
         call.q, call.k_cache, call.v_cache, meta.block_table, meta.query_start_loc, meta.seq_lens, meta.max_query_len,
-        call.scale, call.sliding_window, call.soft_cap, sinks=call.sinks,
+        call.scale, call.sliding_window, call.soft_cap, sinks=call.sinks, fixed_order=fixed_order, out=call.out,
     )  # fmt: skip
 
 
@@ -206,27 +212,24 @@ def paged_attention(
     soft_cap: float | None = None,
     num_splits: int | None = None,
     sinks: torch.Tensor | None = None,
+    fixed_order: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal varlen attention of q `[T, num_heads, head_dim]` over a paged cache `[num_blocks, block_size,
-    num_kv_heads, _]`, of q's type or in 8 bits. Returns `[T, num_heads, v_head_dim]`. `sinks` are `[num_heads]`.
+    num_kv_heads, _]`, of q's type or in 8 bits. Returns `[T, num_heads, v_head_dim]`, `out` if given. `sinks` are
+    `[num_heads]`.
 
     If `num_splits` is None, the batch's shape determines it (never `seq_lens`, which may change between replays of a
-    CUDA graph).
+    CUDA graph). With `fixed_order` all steps have the tiles of prompts and no splits: tiles of keys begin at multiples
+    of their size, and those that a token does not see change no bit of its sums.
     """
-    num_tokens, num_heads, head_dim, v_dim = *q.shape, v_cache.shape[3]
-    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
-    num_reqs, group = seq_lens.shape[0], num_heads // num_kv_heads
-    block_g, kind = triton.next_power_of_2(group), kind_of(k_cache)
-    block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, v_dim))
-    rows, max_keys = _tile_of_step(max_query_len, max(block_d, block_v), kind, q.device)
-    block_q = 1 if max_query_len == 1 else max(1, rows // block_g)
-    block_g = max(block_g, 16 // block_q)  # tl.dot needs 16 rows
-    num_blocks = num_tokens if block_q == 1 else num_tokens // block_q + num_reqs
-    if num_splits is None:
-        num_splits = default_num_splits(
-            num_blocks * num_kv_heads, max_query_len, block_table.shape[1] * block_size, q.device
-        )
-    out = q.new_empty(num_tokens, num_heads, v_dim)
+    sizes = *q.shape, v_cache.shape[3], k_cache.shape[1], k_cache.shape[2], seq_lens.shape[0]
+    step = max_query_len, block_table.shape[1], num_splits, fixed_order
+    kind = sliding_window or 0, soft_cap or 0.0, kind_of(k_cache), q.element_size()
+    plan = _plan(sizes, step, kind, q.device, limits.for_device(q.device))
+    (num_tokens, num_heads, _, v_dim), num_splits = sizes[:4], plan.num_splits
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, v_dim)
     partial_shape = (num_tokens, num_heads, num_splits) if num_splits > 1 else (0,)
     partial_max, partial_sum = (q.new_empty(partial_shape, dtype=torch.float32) for _ in range(2))
     partial_out = q.new_empty((*partial_shape, v_dim), dtype=torch.float32)
@@ -235,42 +238,80 @@ def paged_attention(
     if isinstance(k_cache, ScaledCache):
         k, v = as_bytes(k), as_bytes(v)
         scales = [k_cache.scales, v_cache.scales, *k_cache.scales.stride(), *v_cache.scales.stride()]
-    block_n = _tile_of_keys(max_keys, block_q * block_g, block_d, q)
-    _attend_kernel[(num_blocks, num_kv_heads, num_splits)](
+    _attend_kernel[plan.grid](
         q, k, v, out, partial_out, partial_max, partial_sum, sinks, block_table, query_start_loc, seq_lens,
-        scale * LOG2_E, num_reqs, num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
+        scale * LOG2_E, sizes[6], num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
         out.stride(1),
-        *k.stride()[:3], *v.stride()[:3], *scales,
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, V_DIM=v_dim, BLOCK_V=block_v, PAGE_SIZE=block_size,
-        BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=block_n,
-        WINDOW=sliding_window or 0, SOFT_CAP=soft_cap or 0.0, SPLIT=num_splits > 1, NUM_HEADS=num_heads,
-        KIND=kind, num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
+        *k.stride()[:3], *v.stride()[:3], *scales, **plan.constants,
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(num_tokens, num_heads)](
             partial_out, partial_max, partial_sum, out, num_splits, out.stride(0), out.stride(1),
-            NUM_HEADS=num_heads, HEAD_DIM=v_dim, BLOCK_D=block_v, BLOCK_S=MAX_SPLITS)  # fmt: skip
+            NUM_HEADS=num_heads, HEAD_DIM=v_dim, BLOCK_D=plan.constants["BLOCK_V"], BLOCK_S=MAX_SPLITS)  # fmt: skip
     return out
 
 
-def _tile_of_step(max_query_len: int, block_d: int, kind: int, device: torch.device) -> tuple[int, int]:
-    """Return (tokens x heads, keys at most) of a program: as many rows as eight warps have registers for, which is two
-    of Hopper's products of 64 rows. tools/compile_kernels.py shows which sizes spill.
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a launch needs besides its tensors."""
+
+    grid: tuple[int, int, int]
+    num_splits: int
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=512)  # all layers of a kind have one, and the host would compute it anew for each
+def _plan(
+    sizes: tuple[int, ...],
+    step: tuple[int, int, int | None, bool],
+    kinds: tuple[int, float, int, int],
+    device: torch.device,
+    limit: limits.Limits,
+) -> _Plan:
+    """Return the plan for (tokens, heads, sizes of a key and of a value, size of a block, KV heads, requests), (longest
+    query, width of the block table, number of splits if it is given, whether the order of sums is fixed) and (window,
+    soft cap, kind of the cache, bytes of a query's entry).
+    """
+    window, soft_cap, kind, itemsize = kinds
+    num_tokens, num_heads, head_dim, v_dim, block_size, num_kv_heads, num_reqs = sizes
+    max_query_len, width, num_splits, fixed_order = step
+    if fixed_order:
+        max_query_len, num_splits = max(max_query_len, 2), 1
+    group = num_heads // num_kv_heads
+    block_g = triton.next_power_of_2(group)
+    block_d, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, v_dim))
+    rows, max_keys = _tile_of_step(max_query_len, max(block_d, block_v), kind, limit)
+    block_q = 1 if max_query_len == 1 else max(1, rows // block_g)
+    block_g = max(block_g, 16 // block_q)  # tl.dot needs 16 rows
+    num_blocks = num_tokens if block_q == 1 else num_tokens // block_q + num_reqs
+    if num_splits is None:
+        num_splits = default_num_splits(num_blocks * num_kv_heads, max_query_len, width * block_size, device)
+    constants = dict(
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, V_DIM=v_dim, BLOCK_V=block_v, PAGE_SIZE=block_size,
+        BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=_tile_of_keys(max_keys, block_q * block_g, block_d, itemsize, limit),
+        WINDOW=window, SOFT_CAP=soft_cap, SPLIT=num_splits > 1, NUM_HEADS=num_heads,
+        KIND=kind, num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
+    )  # fmt: skip
+    return _Plan((num_blocks, num_kv_heads, num_splits), num_splits, constants)
+
+
+def _tile_of_step(max_query_len: int, block_d: int, kind: int, limit: limits.Limits) -> tuple[int, int]:
+    """Return (tokens x heads, most keys) of a program: the rows for which eight warps have registers, which is two of
+    Hopper's products of 64 rows. tools/compile_kernels.py shows which sizes spill.
     """
     if max_query_len == 1:
         return 16, 64
-    capability, heavy = limits.for_device(device).capability, block_d > 128 or kind > 0
+    capability, heavy = limit.capability, block_d > 128 or kind > 0
     if capability < 90:
         return (64 if heavy else 128), 32 if block_d > 128 else 64
     return 128, 128 if not heavy else 32 if capability >= 100 and block_d > 128 else 64
 
 
-def _tile_of_keys(max_keys: int, rows: int, block_d: int, q: torch.Tensor) -> int:
+def _tile_of_keys(max_keys: int, rows: int, block_d: int, itemsize: int, limit: limits.Limits) -> int:
     """Return the largest number of keys, at most `max_keys`, whose K and V tiles, in two stages, leave room for the
     queries in the device's shared memory.
     """
-    shared = limits.for_device(q.device).shared
-    while max_keys > 16 and (4 * max_keys + rows) * block_d * q.element_size() > shared:
+    while max_keys > 16 and (4 * max_keys + rows) * block_d * itemsize > limit.shared:
         max_keys //= 2
     return max_keys
 

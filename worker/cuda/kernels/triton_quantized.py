@@ -44,15 +44,15 @@ class StoredGroups:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """values, scales, zeros, table and row_scales for the kernels; 8-bit floats are bytes, which every GPU can
-        read.
+        """Return values, scales, zeros, table and row_scales for the kernels; 8-bit floats are bytes, which every GPU
+        can read.
         """
         table = None if self.form != "table" else _table(self.table, self.values.device)
         return _bytes(self.values), _bytes(self.scales), self.zeros, table, self.row_scales
 
     @property
     def form(self) -> str:
-        """int8, int4, e4m3, e2m1 or table."""
+        """Return int8, int4, e4m3, e2m1 or table."""
         if self.table:
             return "e2m1" if self.table == E2M1_TABLE else "table"
         return "e4m3" if self.values.dtype == torch.float8_e4m3fn else f"int{self.bits}"
@@ -64,15 +64,19 @@ class StoredGroups:
 
 
 def multiply_groups(
-    x: torch.Tensor, weight: StoredGroups, bias: torch.Tensor | None = None, num_splits: int | None = None
+    x: torch.Tensor,
+    weight: StoredGroups,
+    bias: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
-    """x `[T, k]`, whose columns are in the weight's order, times the transposed weight `[n, k]`, plus bias `[n]`: `[T,
-    n]` of x's type.
+    """Return x `[T, k]`, whose columns are in the weight's order, times the transposed weight `[n, k]`, plus bias
+    `[n]`: `[T, n]` of x's type. With `fixed_order` any number of rows has the tiles of many, without splits.
     """
     n, k = len(weight.values), x.shape[1]
     out = x.new_empty(len(x), n)
-    grid, tile = _grid(len(x), n)
-    splits = _splits(x, grid, tile, num_splits)
+    grid, tile = _grid(len(x), n, fixed_order)
+    splits = _splits(x, grid, tile, 1 if fixed_order else num_splits)
     _groups_kernel[(*grid, splits.num)](
         x, *weight.tensors, bias, out, splits.partial, splits.counters, len(x), n, k, -(-k // 2), x.stride(0),
         weight.values.stride(0), weight.scales.stride(0), out.stride(0), **weight.constants, SPLITS=splits.num, **tile,
@@ -81,7 +85,7 @@ def multiply_groups(
 
 
 def _splits(x: torch.Tensor, grid: tuple[int, int], tile: dict[str, int], num: int | None) -> Splits:
-    """Return the splits of a product of up to `SOME_ROWS` rows; one of more rows has enough programs."""
+    """Return the splits of a product of up to `SOME_ROWS` rows; a product of more rows has enough programs."""
     num = 1 if num is None and len(x) > SOME_ROWS else num
     return splits_of(grid[0] * grid[1], -(-x.shape[1] // tile["DEPTH"]), tile["ROWS"] * tile["COLUMNS"], x.device, num)
 
@@ -98,13 +102,14 @@ def multiply_blocks(
     first: int = 0,
     bias: torch.Tensor | None = None,
     num_splits: int | None = None,
+    fixed_order: bool = False,
 ) -> None:
     """Write x `[T, k]` times the transposed weight `[n, k]`, plus bias `[n]`, to the columns of `out` from `first` on.
 
-    blocks are uint8 `[n, bytes]` of the type `kind`, a key of BLOCKS.
+    blocks are uint8 `[n, bytes]` of the type `kind`, a key of BLOCKS. `fixed_order` is as in `multiply_groups`.
     """
-    grid, tile = _grid(len(x), len(blocks))
-    splits = _splits(x, grid, tile, num_splits)
+    grid, tile = _grid(len(x), len(blocks), fixed_order)
+    splits = _splits(x, grid, tile, 1 if fixed_order else num_splits)
     _blocks_kernel[(*grid, splits.num)](
         x, blocks, block_table(kind, x.device), bias, out[:, first:], splits.partial, splits.counters, len(x),
         len(blocks), x.shape[1], x.stride(0), blocks.stride(0), out.stride(0), **block_constants(kind),
@@ -112,10 +117,11 @@ def multiply_blocks(
     )  # fmt: skip
 
 
-def _grid(num_rows: int, num_columns: int) -> tuple[tuple[int, int], dict[str, int]]:
-    if num_rows <= FEW_ROWS:  # waits for memory: more bytes on their way
+def _grid(num_rows: int, num_columns: int, many: bool) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and tiles for a number of rows; with `many`, the tiles of more than `SOME_ROWS`."""
+    if num_rows <= FEW_ROWS and not many:  # memory-bound: more bytes in flight
         rows, columns, depth, stages, warps = 16, 16, 128, 4, 4
-    elif num_rows <= SOME_ROWS:  # still does: narrow tiles, of which there are enough for all multiprocessors
+    elif num_rows <= SOME_ROWS and not many:  # still memory-bound: narrow tiles, enough for all multiprocessors
         rows, columns, depth, stages, warps = 32 if num_rows <= 32 else 64, 32, 64, 4, 4
     else:
         rows, columns, depth, stages, warps = 64, 64, 32, 3, 4
@@ -245,7 +251,7 @@ def _e4m3(byte):
 
 @triton.jit
 def _e8m0(exponent):
-    """2 ** (exponent - 127), whose exponent is that of a float32."""
+    """Return 2 ** (exponent - 127), with the exponent of a float32."""
     exponent = exponent.to(tl.int32)
     return tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
 

@@ -25,8 +25,8 @@ _WEIGHTS = {"scores": 0, "normalized": 1, "softmax": 2, "sigmoid": 3}
 def route(
     spec: RoutingSpec, logits: torch.Tensor, correction: torch.Tensor | None = None, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`layers.routing.route` in one launch. Among equal scores the first experts are chosen; the ids of a row with NaN
-    are those of experts that exist.
+    """Do `layers.routing.route` in one launch. Among equal scores the first experts are chosen; a row with NaN gets ids
+    of existing experts.
     """
     if not spec.has_kernels:
         return torch_route(spec, logits, correction, bias)
@@ -49,7 +49,7 @@ def sort_by_expert(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return (pairs, experts, most tiles): tile i < `experts[most]` consists of the pairs `pairs[i * tile : (i + 1) *
     tile]` of expert `experts[i]` of the stack, which begins with the expert `first`. A pair is token * k + choice; the
-    number of all pairs stands for none. Entries of later tiles are undefined.
+    number of all pairs marks padding. Entries of later tiles are undefined.
 
     Every expert's program counts the pairs of all experts and stores its own, so that there is one launch and no atomic
     operation: pairs of an expert stay in order.
@@ -77,7 +77,7 @@ def _largest(choice, expert):
 def _in_best_groups(
     choice, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr
 ):
-    """`choice` `[groups, experts]`, -inf outside the best groups."""
+    """Return `choice` `[groups, experts]` with -inf outside the best groups."""
     group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
     left = choice
     total = tl.zeros((BLOCK_G,), dtype=tl.float32)

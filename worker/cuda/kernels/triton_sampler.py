@@ -27,6 +27,8 @@ import triton.language as tl
 TILE = 4096  # logits per program
 CANDIDATES = 4096  # tokens of a row that are searched first for those that the filters keep
 
+# tensors that begin anywhere in a larger one; specializing on that would recompile the kernel
+_ANYWHERE = ["rows", "positions", "tile_sum"]
 _BASE = tl.constexpr((127 - 40) << 23)  # the bits of 2^-40: smaller weights are treated as equal
 _TOP = tl.constexpr(40 << 23)  # the key of weight 1, the weight of the largest logit: keys have 29 bits
 _BIN_SHIFT = tl.constexpr(19)
@@ -36,7 +38,7 @@ _SCALE = tl.constexpr(1099511627776.0)  # 2^40
 
 @triton.jit
 def _weights(x, maximum, temperature):
-    """exp((x - maximum) / temperature). A maximum of -inf (everything is excluded) gives zeros instead of NaN."""
+    """Return exp((x - maximum) / temperature). A maximum of -inf (all excluded) gives zeros instead of NaN."""
     reference = tl.where(maximum == float("-inf"), 0.0, maximum)
     return tl.exp((x - reference) / temperature)
 
@@ -53,7 +55,7 @@ def _uniform(state, position):
     return ((z >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * (1.0 / 9007199254740992.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _tiles_kernel(
     logits, rows, temperatures, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE: tl.constexpr
 ):
@@ -119,7 +121,7 @@ def _sum_from(row_logits, key, count, maximum, temperature, min_p, size, num_til
 def _row_sums_reach(
     row_logits, needed, count, lowest, maximum, temperature, min_p, size, num_tiles, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`_sums_reach` over a whole row, of the keys >= `lowest`."""
+    """Return `_sums_reach` over a whole row, of the keys >= `lowest`."""
     found = tl.zeros([], tl.int32)
     for level in range(29):
         trial = found | (1 << (28 - level))
@@ -231,7 +233,7 @@ def _filtered_token(
     return tl.minimum(tl.maximum(token, 0), size - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _choose_kernel(
     logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, tile_max, tile_index, tile_sum,
     indices, weights, values, token_ids, row_stride, size, num_tiles,

@@ -38,14 +38,16 @@ if triton is not None:
 
     @triton.jit
     def factors(largest, KIND: tl.constexpr):
-        """(the scale of a head with this largest magnitude, the factor that turns the head into numbers of 8 bits)."""
+        """Return (the scale of a head with this largest magnitude, the factor that turns the head into numbers of 8
+        bits).
+        """
         most = 127.0 if KIND == 1 else 448.0
         inverse = tl.where(largest < 1e-30, 0.0, tl.div_rn(most, tl.maximum(largest, 1e-30)))
         return tl.div_rn(largest, most), inverse
 
     @triton.jit
     def bytes_of(x, inverse, KIND: tl.constexpr):
-        """x (float32) times `inverse`, rounded to 8 bits."""
+        """Return x (float32) times `inverse`, rounded to 8 bits."""
         most = 127.0 if KIND == 1 else 448.0
         x = tl.minimum(tl.maximum(x * inverse, -most), most)
         if KIND == 1:
@@ -82,7 +84,7 @@ if triton is not None:
 
 
 def store_scaled(cache: KVCache, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
-    """`scaled.store` with one launch; x `[T, num_kv_heads, head_dim]` has contiguous entries."""
+    """Do `scaled.store` with one launch; x `[T, num_kv_heads, head_dim]` has contiguous entries."""
     if not isinstance(cache, ScaledCache):
         return store(cache, slot_mapping, x)
     _, block_size, heads, dim = cache.shape

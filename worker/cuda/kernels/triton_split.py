@@ -17,8 +17,8 @@ import triton.language as tl
 from quire.worker.cuda.kernels import limits
 
 _MOST = 8  # splits of a product
-_TILES = 4  # steps of the inner loop that a split has at least
-_PER_PROCESSOR = 2  # programs that hide each other's waits for memory
+_TILES = 4  # least steps of the inner loop in a split
+_PER_PROCESSOR = 2  # programs per multiprocessor, which hide each other's memory latency
 _COUNTERS = 1 << 14
 
 
@@ -45,13 +45,13 @@ def splits_of(num_programs: int, num_steps: int, tile: int, device: torch.device
 
 @cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Counters of the tiles of a product. Products of one device use them in turn, in the order of its stream."""
+    """Return counters of a product's tiles. Products of one device use them in turn, in the order of its stream."""
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def part_of(num_steps, SPLITS: tl.constexpr):
-    """(first, last + 1) of the steps that this program, whose third index is its split, sums."""
+    """Return (first, last + 1) of the steps that this program, whose third index is its split, sums."""
     each = tl.cdiv(num_steps, SPLITS)
     first = tl.program_id(2) * each
     return first, tl.minimum(first + each, num_steps)
@@ -59,7 +59,7 @@ def part_of(num_steps, SPLITS: tl.constexpr):
 
 @triton.jit
 def combined(sums, partial, counters, SPLITS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """(the sums `[HEIGHT, WIDTH]` of all splits, whether this program has them)."""
+    """Return (the sums `[HEIGHT, WIDTH]` of all splits, whether this program has them)."""
     is_last = True
     if SPLITS > 1:
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)

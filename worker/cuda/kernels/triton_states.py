@@ -1,9 +1,9 @@
 """Recurrent states in Triton: the causal convolution, the gated delta rule, linear attention and the selective scan.
 
-Requests with one token pass their states by the formula, those with several in chunks of products; both kernels are
-launched over all requests and skip the others'. A program reads the part of the page that it writes, so that a state
-may be updated in place. The torch twins, with the same arguments, are in worker/layers: short_conv.py, delta_rule.py,
-linear_attention.py, selective_scan.py.
+Requests with one token update their states by the formula, those with several in chunks of products. Both kernels are
+launched over all requests, and each skips those of the other. A program reads the part of the page that it writes, so
+that a state may be updated in place. The torch twins, with the same arguments, are in worker/layers: short_conv.py,
+delta_rule.py, linear_attention.py, selective_scan.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def causal_conv(
     pages: torch.Tensor,
     step: StateStep,
     silu: bool = False,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
-    """See `short_conv.causal_conv`."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    """See `short_conv.causal_conv`; with `fixed_order` every step has one tile of tokens."""
+    x = _aligned(x if x.stride(1) == 1 else x.contiguous())
     width, channels = weight.shape
     out, block = torch.empty(x.shape, dtype=torch.float32, device=x.device), min(64, triton.next_power_of_2(channels))
-    tokens = 1 if step.ones is None else _TOKENS
+    tokens = 1 if step.ones is None and not fixed_order else _TOKENS
     _conv_kernel[(len(step.read), triton.cdiv(channels, block))](
         x, weight, weight if bias is None else bias, pages, step.read, step.write, step.fresh, step.starts, out,
         x.stride(0), channels, WIDTH=width, BIASED=bias is not None, SILU=silu, TOKENS=tokens, BLOCK=block,
@@ -43,7 +44,7 @@ def causal_conv(
     return out
 
 
-@by_stages(0, 1, 2, 3, 4)
+@by_stages(0, 1, 2, 3, 4, like=2)
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -52,17 +53,24 @@ def gated_delta_rule(
     beta: torch.Tensor,
     pages: torch.Tensor,
     step: StateStep,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
-    """See `delta_rule.gated_delta_rule`."""
-    return _by_heads(q, k, v, g, beta.contiguous(), pages, step, _DELTA_CHUNK)
+    """See `delta_rule.gated_delta_rule`; with `fixed_order` tokens pass the state one by one."""
+    return _by_heads(q, k, v, g, beta.contiguous(), pages, step, 1 if fixed_order else _DELTA_CHUNK)
 
 
-@by_stages(0, 1, 2, 3)
+@by_stages(0, 1, 2, 3, like=2)
 def linear_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, pages: torch.Tensor, step: StateStep
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    pages: torch.Tensor,
+    step: StateStep,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
-    """See `linear_attention.linear_attention`."""
-    return _by_heads(q, k, v, g[..., None], None, pages, step, _LINEAR_CHUNK)
+    """See `linear_attention.linear_attention`; `fixed_order` is as in `gated_delta_rule`."""
+    return _by_heads(q, k, v, g[..., None], None, pages, step, 1 if fixed_order else _LINEAR_CHUNK)
 
 
 def _by_heads(
@@ -75,7 +83,8 @@ def _by_heads(
     step: StateStep,
     chunk: int,
 ) -> torch.Tensor:
-    q, k, v, g = _heads(q), _heads(k), _heads(v), g.contiguous()
+    q, k, v, g = _heads(q), _heads(k), _heads(v), _aligned(g.contiguous())
+    beta = None if beta is None else _aligned(beta)
     heads, dk, dv = pages.shape[1:]
     rows = max(triton.next_power_of_2(dk), 16)
     columns = min(max(triton.next_power_of_2(dv), 16), max(_MOST_STATE // rows, 16))
@@ -83,10 +92,11 @@ def _by_heads(
     args = q, k, v, g, g if beta is None else beta, pages, step.read, step.write, step.fresh, step.starts, out
     numbers = q.stride(0), k.stride(0), v.stride(0), heads, heads // q.shape[1], dk, dv
     sizes = {"DELTA": beta is not None, "PER_CHANNEL": g.shape[2] > 1}
-    if step.ones is None or len(step.ones[0]):
+    one_by_one = chunk == 1
+    if one_by_one or step.ones is None or len(step.ones[0]):
         grid, warps = (len(step.read), heads, triton.cdiv(dv, columns)), 4 if rows * columns <= 4096 else 8
-        _token_kernel[grid](*args, *numbers, **sizes, DK=rows, DV=columns, num_warps=warps)
-    if step.spans:
+        _token_kernel[grid](*args, *numbers, **sizes, ALL=one_by_one, DK=rows, DV=columns, num_warps=warps)
+    if step.spans and not one_by_one:
         columns = min(max(triton.next_power_of_2(dv), 16), 64)
         piece = min(rows, _PIECE // 2 if sizes["PER_CHANNEL"] else _PIECE)  # their decays take registers, too
         grid = len(step.read), heads, triton.cdiv(dv, columns)
@@ -105,7 +115,7 @@ def selective_scan(
     step: StateStep,
 ) -> torch.Tensor:
     """See `selective_scan.selective_scan`."""
-    x, dt, a, b, c = (one.contiguous() for one in (x, dt, a, b, c))
+    x, dt, a, b, c = (_aligned(one.contiguous()) for one in (x, dt, a, b, c))
     channels, entries = a.shape
     padded = triton.next_power_of_2(entries)
     block = max(1024 // padded, 1)
@@ -118,11 +128,20 @@ def selective_scan(
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """x `[T, H, D]` with its heads in a row."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    """Return x `[T, H, D]` with its heads in a row."""
+    return _aligned(x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous())
 
 
-@triton.jit
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x, copied if it begins at an odd address, as some tokens of a step may: that takes another variant."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+# parts of a step's tensors, which begin anywhere in them; specializing on that would recompile the kernel
+_OF_STEP = ["reads", "writes", "is_fresh", "starts"]
+
+
+@triton.jit(do_not_specialize=["x_stride"], do_not_specialize_on_alignment=_OF_STEP)
 def _conv_kernel(
     x, weight, bias, pages, reads, writes, is_fresh, starts, out, x_stride, channels, WIDTH: tl.constexpr,
     BIASED: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -160,42 +179,45 @@ def _conv_kernel(
         tl.store(new + k * channels, value, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_STEP)
 def _token_kernel(
     q, k, v, g, beta, pages, reads, writes, is_fresh, starts, out, q_stride, k_stride, v_stride, heads, repeats, dk, dv,
-    DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, ALL: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One token of a request: S = e^g S; S += k (x) v or, by the delta rule, k (x) beta (v - k S); o = q S."""
+    """Compute the one token of a request, or with ALL its tokens one by one: S = e^g S; S += k (x) v or, by the delta
+    rule, k (x) beta (v - k S); o = q S.
+    """
     i, head = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts + i), tl.load(starts + i + 1)
-    if stop - start == 1:
+    if (stop - start == 1) | (ALL & (stop > start)):
         row, column = tl.arange(0, DK), tl.program_id(2) * DV + tl.arange(0, DV)
         in_row, in_column = row < dk, column < dv
         inside = in_row[:, None] & in_column[None]
-        t = start.to(tl.int64)
         place = head * dk * dv + row[:, None] * dv + column[None]
         known = tl.load(is_fresh + i) == 0
         state = tl.load(pages + tl.load(reads + i) * heads * dk * dv + place, inside & known, 0.0)
-        key = tl.load(k + t * k_stride + head // repeats * dk + row, in_row, 0.0)
-        query = tl.load(q + t * q_stride + head // repeats * dk + row, in_row, 0.0)
-        added = tl.load(v + t * v_stride + head * dv + column, in_column, 0.0)
-        if PER_CHANNEL:
-            state = state * tl.exp(tl.load(g + (t * heads + head) * dk + row, in_row, 0.0))[:, None]
-        else:
-            state = state * tl.exp(tl.load(g + t * heads + head))
-        if DELTA:
-            added = (added - tl.sum(state * key[:, None], 0)) * tl.load(beta + t * heads + head)
-        state += key[:, None] * added[None]
-        tl.store(out + (t * heads + head) * dv + column, tl.sum(state * query[:, None], 0), in_column)
+        for offset in range(0, stop - start):
+            t = (start + offset).to(tl.int64)
+            key = tl.load(k + t * k_stride + head // repeats * dk + row, in_row, 0.0)
+            query = tl.load(q + t * q_stride + head // repeats * dk + row, in_row, 0.0)
+            added = tl.load(v + t * v_stride + head * dv + column, in_column, 0.0)
+            if PER_CHANNEL:
+                state = state * tl.exp(tl.load(g + (t * heads + head) * dk + row, in_row, 0.0))[:, None]
+            else:
+                state = state * tl.exp(tl.load(g + t * heads + head))
+            if DELTA:
+                added = (added - tl.sum(state * key[:, None], 0)) * tl.load(beta + t * heads + head)
+            state += key[:, None] * added[None]
+            tl.store(out + (t * heads + head) * dv + column, tl.sum(state * query[:, None], 0), in_column)
         tl.store(pages + tl.load(writes + i) * heads * dk * dv + place, state, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_STEP)
 def _chunk_kernel(
     q, k, v, g, beta, pages, reads, writes, is_fresh, starts, out, q_stride, k_stride, v_stride, heads, repeats, dk, dv,
     DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, PIECE: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a request with several, CHUNK at a time: see `delta_many` and `linear_many`.
+    """Compute the tokens of a request with several, CHUNK at a time: see `delta_many` and `linear_many`.
 
     A state and a chunk's queries and keys do not fit into registers: they are read PIECE entries of a key at a time,
     and the state stays in the page that is written.
@@ -293,7 +315,7 @@ def _chunk_kernel(
             tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_STEP)
 def _scan_kernel(
     x, dt, a, b, c, pages, reads, writes, is_fresh, starts, out, channels, entries, BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,

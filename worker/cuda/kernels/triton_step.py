@@ -28,7 +28,7 @@ def fill_inputs(
     arange: torch.Tensor,
     max_query_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Ops.fill_inputs` in one launch."""
+    """Do `Ops.fill_inputs` in one launch."""
     num_reqs, num_samples = sizes[0], sizes[4]
     padded, width = len(tensors.seq_lens), tensors.block_tables.shape[2]
     sampling = torch.empty(3, num_samples, dtype=torch.int64, device=packed.device)
@@ -43,14 +43,14 @@ def fill_inputs(
 
 
 def write_entries(table: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
-    """`Ops.write_entries` in one launch."""
+    """Do `Ops.write_entries` in one launch."""
     _write_kernel[(triton.cdiv(len(indices), _BLOCK),)](table, indices, values, len(indices), BLOCK=_BLOCK)
 
 
 def append_tokens(
     tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, max_position: int
 ) -> None:
-    """`Ops.append_tokens` in one launch."""
+    """Do `Ops.append_tokens` in one launch."""
     num, length = len(token_ids), tokens.shape[1]
     _append_kernel[(triton.cdiv(num, _BLOCK),)](
         tokens, rows, positions, token_ids, num, length, tokens.stride(0), BLOCK=_BLOCK
@@ -104,7 +104,8 @@ def _fill_kernel(
                 tl.store(table + at, 0, mask=(at < 2) & (at < width))
 
 
-@triton.jit(do_not_specialize=["num"])
+# parts of a packed copy, which begin anywhere in it
+@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=["indices", "values"])
 def _write_kernel(table, indices, values, num, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < num
@@ -112,7 +113,7 @@ def _write_kernel(table, indices, values, num, BLOCK: tl.constexpr):
     tl.store(table + index, value.to(table.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["num", "length"])
+@triton.jit(do_not_specialize=["num", "length"], do_not_specialize_on_alignment=["rows", "positions", "token_ids"])
 def _append_kernel(tokens, rows, positions, token_ids, num, length, stride, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < num

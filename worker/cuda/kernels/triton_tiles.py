@@ -1,10 +1,10 @@
 """Products with weights of 4 bits that are stored in the order in which the kernel reads them.
 
 A tile is 16 rows of 2 * `half` columns: contiguous, of which a thread loads 16 bytes at once. A byte holds column i of
-its row in the low half and column i + `half` in the high one, so that the codes of both halves are matrices as they
-are, without bringing neighbours together, and stay in the registers from which the tensor cores read them. Weights are
-the left factor for that reason: a warp group multiplies them from registers, and the inputs from shared memory.
-Scales multiply the sums of a group, not every weight; codes and zero points are exact in 16 bits.
+its row in the low half and column i + `half` in the high one, so that the codes of both halves are matrices without a
+shuffle of neighbours, and stay in the registers from which the tensor cores read them. Weights are the left factor for
+that reason: a warp group multiplies them from registers, and the inputs from shared memory. Scales multiply the sums of
+a group, not every weight; codes and zero points are exact in 16 bits.
 """
 
 from __future__ import annotations
@@ -70,14 +70,18 @@ def rows_of(tiles: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_tiles(
-    x: torch.Tensor, weight: StoredTiles, bias: torch.Tensor | None = None, num_splits: int | None = None
+    x: torch.Tensor,
+    weight: StoredTiles,
+    bias: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
-    """`multiply_groups` with a weight in tiles."""
+    """Return `multiply_groups` with a weight in tiles."""
     (n, _), scales, groups = weight.shape, weight.scales, weight.of_groups()
     out = x.new_empty(len(x), n)
-    rows = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
+    rows = 64 if fixed_order or len(x) > 32 else 16 if len(x) <= 16 else 32
     grid = triton.cdiv(n, _COLUMNS), triton.cdiv(len(x), rows)
-    num_splits = 1 if num_splits is None and len(x) > SOME_ROWS else num_splits
+    num_splits = 1 if fixed_order or (num_splits is None and len(x) > SOME_ROWS) else num_splits
     splits = splits_of(grid[0] * grid[1], weight.values.shape[1], _COLUMNS * rows, x.device, num_splits)
     _, stored_scales, zeros, _, row_scales = groups.tensors
     _multiply_tiles_kernel[(*grid, splits.num)](

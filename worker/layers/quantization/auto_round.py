@@ -23,9 +23,7 @@ _PATTERN_CHARACTERS = set("*+?^$()[]{}|\\")
 
 
 class AutoRoundFormat(CheckpointFormat):
-    """Raises:
-    ValueError: a setting is not supported.
-    """
+    """The format of AutoRound. Raises ValueError for a setting that is not supported."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

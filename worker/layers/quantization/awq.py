@@ -65,16 +65,14 @@ class Awq(IntegerGroups):
         return grouped(piece, self._unpacked(piece, tensors["values"]), scales, zeros, self.stored_bits, self.group)
 
     def _unpacked(self, piece: Piece, words: torch.Tensor) -> torch.Tensor:
-        """int8 `[rows, entries]` of words `[entries, rows / 8]`; of unsigned ones, less 8."""
+        """Return int8 `[rows, entries]` of words `[entries, rows / 8]`; of unsigned ones, less 8."""
         codes = nibbles(words.contiguous().view(torch.uint8)).view(len(words), -1, 8)[:, :, self.places].flatten(1)
         codes = codes ^ 8 if self.signed else codes
         return (_WORD.trim(piece, codes, 1).to(torch.int8) - 8).T.contiguous()
 
 
 class AwqFormat(CheckpointFormat):
-    """Raises:
-    ValueError: a setting is not supported.
-    """
+    """The format of AWQ. Raises ValueError for a setting that is not supported."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

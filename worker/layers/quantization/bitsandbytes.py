@@ -96,9 +96,7 @@ class EightBits(Scheme):
 
 
 class BitsAndBytesFormat(CheckpointFormat):
-    """Raises:
-    ValueError: a setting is not supported.
-    """
+    """The formats of bitsandbytes. Raises ValueError for a setting that is not supported."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

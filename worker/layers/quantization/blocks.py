@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from quire.worker.host import resources as host
 from quire.worker.layers.linear import Linear, PlainLinear, product
 from quire.worker.layers.quantization.gguf_blocks import dequantize
-from quire.worker.layers.quantization.torch_int4 import PackedNibbles
+from quire.worker.layers.quantization.torch_int4 import PackedNibbles, packed_rows
 
 _PIECE = 1 << 22  # weights dequantized at once
-_SPARE = 0.5  # share of the machine's memory that dequantized weights leave available
+_SPARE = 0.5  # share of the machine's memory that dequantized and packed weights leave available
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,33 @@ class Rows:
         return Rows(self.blocks[rows], self.type)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A part of a weight, dequantized and, if torch has a product for it, packed."""
+
+    whole: torch.Tensor
+    packed: PackedNibbles | None
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x `[T, in_features]` times the weight."""
+        if self.packed is not None and len(x) < packed_rows():
+            return self.packed.product(x)
+        return product(x, self.whole)
+
+
+def _merged(parts: list[Rows]) -> Iterator[Rows]:
+    """Yield `parts`, neighbours of one type as one: a product takes less time than several of its parts."""
+    for kind, group in groupby(parts, key=lambda part: part.type):
+        blocks = [part.blocks for part in group]
+        yield Rows(blocks[0] if len(blocks) == 1 else torch.cat(blocks), kind)
+
+
 class PlainBlocks(PlainLinear):
     """Holds the rows of a layer, one after another."""
 
     def __init__(self, layer: Linear, parts: list[Rows], dtype: torch.dtype):
         self.parts, self.dtype = parts, dtype
-        self._weight: list[torch.Tensor | PackedNibbles] | None = None  # dequantized, or packed, parts
+        self._kept: list[_Kept] | None = None
         self._may_keep = True
         for i, part in enumerate(parts):
             layer.register_buffer(f"blocks_{i}", part.blocks, persistent=False)
@@ -58,10 +80,10 @@ class PlainBlocks(PlainLinear):
             layer.method = native
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        if self._weight is None and self._may_keep:
+        if self._kept is None and self._may_keep:
             self._keep_weight(layer)
-        if self._weight is not None:
-            pieces = [one.product(x) if isinstance(one, PackedNibbles) else product(x, one) for one in self._weight]
+        if self._kept is not None:
+            pieces = [kept.product(x) for kept in self._kept]
         else:
             pieces = [product(x, piece) for part in self.parts for piece in self._pieces(layer, part)]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
@@ -69,16 +91,21 @@ class PlainBlocks(PlainLinear):
             whole = torch.nn.functional.pad(whole, (0, layer.out_features - whole.shape[-1]))
         return whole if layer.bias is None else whole + layer.bias
 
+    def dense_weight(self, layer: Linear) -> torch.Tensor | None:
+        kept = self._kept[0] if self._kept and len(self._kept) == 1 else None
+        return None if kept is None or kept.packed or len(kept.whole) < layer.out_features else kept.whole
+
     def _keep_weight(self, layer: Linear) -> None:
-        """Dequantize or pack once if this is a CPU with memory to spare: it takes most of the time of a step with few
-        rows. The native kernels, which need no such copy, replace this method and free it.
+        """Dequantize and pack once if this is a CPU with memory to spare: it takes most of the time of a step with few
+        rows. The native kernels, which need no such copies, replace this method and free them.
         """
         num_rows = sum(len(part.blocks) for part in self.parts)
         size, (total, available) = num_rows * layer.in_features * self.dtype.itemsize, host.memory()
         self._may_keep = self.parts[0].blocks.device.type == "cpu" and available - size >= _SPARE * total
         if self._may_keep:
-            self._weight = [
-                PackedNibbles.of(part.blocks, part.type, self.dtype) or self._whole(layer, part) for part in self.parts
+            self._kept = [
+                _Kept(self._whole(layer, part), PackedNibbles.from_blocks(part.blocks, part.type, self.dtype))
+                for part in _merged(self.parts)
             ]
 
     def _whole(self, layer: Linear, part: Rows) -> torch.Tensor:

@@ -48,7 +48,7 @@ def checkpoint_format(raw: dict[str, Any]) -> CheckpointFormat | None:
 
 
 def _undeclared(config: dict[str, Any]) -> str:
-    """Return the method of settings from before `quant_method` was written."""
+    """Return the method of older settings, which lack `quant_method`."""
     if config.get("load_in_8bit") or config.get("load_in_4bit"):
         return "bitsandbytes"
     return "compressed-tensors" if "config_groups" in config else "unknown"

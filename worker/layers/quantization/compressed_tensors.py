@@ -43,8 +43,8 @@ _FORMATS = (
 
 
 class Integers(IntegerGroups):
-    """Integers of `bits` bits, packed to words of 32 bits or as int8, in groups of columns (None: one per row;
-    `per_tensor`: one at all).
+    """Integers of `bits` bits, packed to words of 32 bits or as int8, in groups of columns (None: one group per row;
+    `per_tensor`: one in all).
 
     With `act_order` a tensor names the group of each column.
     """
@@ -100,9 +100,7 @@ class Integers(IntegerGroups):
 
 
 class CompressedTensorsFormat(CheckpointFormat):
-    """Raises:
-    ValueError: a setting is not supported.
-    """
+    """The format of compressed-tensors. Raises ValueError for a setting that is not supported."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.checkpoints.gguf.header import BLOCKS
-from quire.checkpoints.gguf.names import of_stack
+from quire.checkpoints.gguf.names import stack_of_tensor
 from quire.worker.layers.linear import LinearMethod
 from quire.worker.layers.quantization.blocks import Rows
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
@@ -55,7 +55,7 @@ class GgufFormat(CheckpointFormat):
         self.types = config["types"]
 
     def scheme(self, name: str) -> Scheme | None:
-        kind = self.types.get(f"{of_stack(name)}.weight")
+        kind = self.types.get(f"{stack_of_tensor(name)}.weight")
         return Blocks(kind) if kind in BLOCK_TYPES else None
 
     def find(self, name: str) -> Scheme | None:

@@ -85,7 +85,7 @@ def _two_bits(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None) -> torch.Tensor:
-    """values `[b, 256]` times the scales `[b, g]` of their groups, less the groups' minima."""
+    """Return values `[b, 256]` times the scales `[b, g]` of their groups, less the groups' minima."""
     groups = scales.unsqueeze(-1) * values.unflatten(1, (scales.shape[1], -1))
     return (groups if minima is None else groups - minima.unsqueeze(-1)).flatten(1)
 
@@ -105,7 +105,7 @@ def _q3_k(b: torch.Tensor) -> torch.Tensor:
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight scales and eight minima of six bits in twelve bytes `[b, 12]`."""
+    """Return eight scales and eight minima of six bits in twelve bytes `[b, 12]`."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, last & 15 | first >> 6 << 4], 1)
     minima = torch.cat([second & 63, last >> 4 | second >> 6 << 4], 1)

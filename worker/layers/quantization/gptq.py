@@ -62,9 +62,7 @@ class Gptq(IntegerGroups):
 
 
 class GptqFormat(CheckpointFormat):
-    """Raises:
-    ValueError: a setting is not supported.
-    """
+    """The format of GPTQ. Raises ValueError for a setting that is not supported."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

@@ -19,7 +19,7 @@ from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.linear import Linear, LinearMethod, PlainLinear, product
 
 _PIECE = 1 << 22  # weights dequantized at once
-# what groups may need of kernels (`Groups.needs`)
+# properties that groups may require of kernels (`Groups.needs`)
 E4M3, TABLE, GROUP_SIZE = "e4m3", "table", "group size"
 
 
@@ -38,7 +38,7 @@ class Groups:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Properties that not every platform's kernels support (`Ops.takes`)."""
+        """Return the properties that not every platform's kernels support (`Ops.takes`)."""
         needs = {TABLE} if self.table else {E4M3} if self.values.dtype == torch.float8_e4m3fn else set()
         whole = self.scales.shape[1] == 1
         return frozenset(needs) | (frozenset() if whole else needs_of(self.group))
@@ -225,5 +225,5 @@ def pack_int4(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of `pack_int4`, without removing the padding."""
+    """Undo `pack_int4`, without removing the padding."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(1).to(torch.int8) - 8

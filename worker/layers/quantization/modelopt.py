@@ -26,9 +26,7 @@ _SCHEMES: dict[str, Scheme] = {
 
 
 class ModelOptFormat(CheckpointFormat):
-    """Raises:
-    ValueError: a setting is not supported.
-    """
+    """The formats of modelopt. Raises ValueError for a setting that is not supported."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

@@ -34,11 +34,13 @@ def nibbles(stored: torch.Tensor, low_first: bool = True) -> torch.Tensor:
 
 
 def e2m1_doubled(codes: torch.Tensor) -> torch.Tensor:
-    """Twice the value of 4-bit floats (sign, two bits of exponent, one of mantissa), which is a whole number: int8."""
+    """Return twice the value of 4-bit floats (sign, two bits of exponent, one of mantissa), which is a whole number:
+    int8.
+    """
     table = [round(2 * value) for value in E2M1_TABLE]
     return torch.tensor(table, dtype=torch.int8, device=codes.device)[codes.long()]
 
 
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """2 ** (exponent - 127) of uint8 exponents, in float32."""
+    """Return 2 ** (exponent - 127) of uint8 exponents, in float32."""
     return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)

@@ -27,9 +27,7 @@ _SUPPORTED = (
 
 
 class QuarkFormat(CheckpointFormat):
-    """Raises:
-    ValueError: a setting is not supported.
-    """
+    """The formats of Quark. Raises ValueError for a setting that is not supported."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

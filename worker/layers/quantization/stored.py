@@ -161,7 +161,7 @@ class IntegerGroups(Scheme):
 
     @property
     def stored_bits(self) -> int:
-        """Bits of an integer once it is loaded."""
+        """Return the bits of an integer once it is loaded."""
         return 4 if self.bits <= 4 else 8
 
     def num_bytes(self, piece: Piece, itemsize: int) -> int:
@@ -175,7 +175,7 @@ class IntegerGroups(Scheme):
 
 
 class Unquantized(Scheme):
-    """A weight that the format leaves alone, in a fused layer with others that it does not."""
+    """A weight that the format leaves unquantized, fused in one layer with quantized ones."""
 
     def tensors(self, piece: Piece) -> dict[str, Stored]:
         return {
@@ -274,8 +274,8 @@ class StoredWeights(LinearMethod):
         self._dequantize(layer, decoded)
 
     def _takes(self, layer: Linear, needs: frozenset[str]) -> bool:
-        """Return whether the layer holds groups that need this as they are. Others have kernels, or will, on any
-        platform.
+        """Return whether the layer keeps groups with these needs as they are. Groups without needs have kernels, or
+        will, on any platform.
         """
         return not needs or (
             layer.ops is not None and needs <= layer.ops.takes and self.dtype in layer.ops.quantized_types
@@ -314,7 +314,7 @@ def tensors_of(decoded: Decoded) -> torch.Tensor:
 
 
 def signed(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """int8 of unsigned integers that are stored with 2 ** (bits - 1) added."""
+    """Return int8 of unsigned integers that are stored with 2 ** (bits - 1) added."""
     return (values.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
 
 

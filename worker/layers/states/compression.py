@@ -59,8 +59,8 @@ def compress_one(
 def compress_many(
     rate: int, state: torch.Tensor, kv: torch.Tensor, gate: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`compress_one` for the n tokens of one request, one after another: kv and gate `[n, S, C]` and so on. A mean is
-    that of the whole window, or of its tokens so far if they end in it.
+    """Compute `compress_one` for the n tokens of one request, one after another: kv and gate `[n, S, C]` and so on. A
+    mean is that of the whole window, or of its tokens so far if they end in it.
     """
     first, number = int(positions[0]), len(kv)
     offset = first % rate

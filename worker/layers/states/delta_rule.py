@@ -34,8 +34,8 @@ class DeltaHeads:
 def delta_inputs(
     x: torch.Tensor, gates: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, heads: DeltaHeads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, g and beta of `gated_delta_rule`: of x `[T, ..]`, which begins with q and k, and gates `[T, 2 H]`, those of
-    beta and of the decay; all float32.
+    """Return q, k, g and beta of `gated_delta_rule`: of x `[T, ..]`, which begins with q and k, and gates `[T, 2 H]`,
+    those of beta and of the decay; all float32.
     """
     keys = heads.num_k * heads.k_dim
     q, k = (l2_norm(part.unflatten(-1, (heads.num_k, heads.k_dim))) for part in x[:, : 2 * keys].split(keys, -1))
@@ -47,8 +47,8 @@ def delta_inputs(
 
 
 def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Heads of x `[T, H, D]` float32, scaled to root mean square 1, times weight `[D]` and silu(z), z `[T, H D]`.
-    Returns `[T, H D]` in the dtype of z.
+    """Return heads of x `[T, H, D]` float32, scaled to root mean square 1, times weight `[D]` and silu(z), z `[T, H
+    D]`. Returns `[T, H D]` in the dtype of z.
     """
     normed = rms_norm(x, weight, eps) * silu(z.float()).view_as(x)
     return normed.flatten(1).to(z.dtype)
@@ -57,8 +57,8 @@ def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: floa
 def delta_one(
     states: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S = e^g S; S += k (x) beta (v - k S); o = q S, for one token of R requests: q, k `[R, H, Dk]`, v `[R, H, Dv]`,
-    g `[R, H, Dk]` or `[R, H, 1]`, beta `[R, H]`, states `[R, H, Dk, Dv]`.
+    """Compute S = e^g S; S += k (x) beta (v - k S); o = q S, for one token of R requests: q, k `[R, H, Dk]`, v `[R, H,
+    Dv]`, g `[R, H, Dk]` or `[R, H, 1]`, beta `[R, H]`, states `[R, H, Dk, Dv]`.
     """
     states = states * g.exp()[..., None]
     delta = (v - torch.einsum("rhk,rhkv->rhv", k, states)) * beta[..., None]
@@ -69,7 +69,8 @@ def delta_one(
 def delta_many(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`delta_one` for the n tokens of one request, one after another: q, k `[n, H, Dk]` and so on, state `[H, Dk, Dv]`.
+    """Compute `delta_one` for the n tokens of one request, one after another: q, k `[n, H, Dk]` and so on, state `[H,
+    Dk, Dv]`.
 
     Within a chunk the tokens' corrections d = beta (v - k S) depend on each other: with the decay D_ij from token j to
     token i, (I + tril(beta k_i D_ij k_j, -1)) d = beta (v - k e^G S0), a triangular system.
@@ -103,7 +104,7 @@ def _chunk(
 
 
 def _pairs(a: torch.Tensor, b: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """a_i D_ij b_j for all i >= j, `[H, c, c]`; 0 or any finite number for the others."""
+    """Return a_i D_ij b_j for all i >= j, `[H, c, c]`; 0 or any finite number for the others."""
     if decay.shape[-1] == 1:
         between = (decay - decay.transpose(1, 2)).clamp(max=0.0)
         return (a @ b.transpose(1, 2)) * between.exp()
@@ -111,7 +112,7 @@ def _pairs(a: torch.Tensor, b: torch.Tensor, decay: torch.Tensor) -> torch.Tenso
     return torch.einsum("hik,hjk,hijk->hij", a, b, between)
 
 
-@by_stages(0, 1, 2, 3, 4)
+@by_stages(0, 1, 2, 3, 4, like=2)
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -16,8 +16,8 @@ CHUNK = 64  # tokens whose update of the state is one matrix product
 def linear_one(
     states: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S = e^g S + k (x) v; o = q S, for one token of R requests: q, k `[R, H, Dk]`, v `[R, H, Dv]`, g `[R, H]`, states
-    `[R, H, Dk, Dv]`.
+    """Compute S = e^g S + k (x) v; o = q S, for one token of R requests: q, k `[R, H, Dk]`, v `[R, H, Dv]`, g `[R, H]`,
+    states `[R, H, Dk, Dv]`.
     """
     states = states * g.exp()[..., None, None] + k[..., None] * v[..., None, :]
     return torch.einsum("rhk,rhkv->rhv", q, states), states
@@ -26,7 +26,7 @@ def linear_one(
 def linear_many(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_one` for the n tokens of one request, one after another: q, k `[n, H, Dk]` and so on."""
+    """Compute `linear_one` for the n tokens of one request, one after another: q, k `[n, H, Dk]` and so on."""
     outputs = []
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     for start in range(0, q.shape[1], CHUNK):
@@ -40,7 +40,7 @@ def linear_many(
     return torch.cat(outputs, 1).transpose(0, 1), state
 
 
-@by_stages(0, 1, 2, 3)
+@by_stages(0, 1, 2, 3, like=2)
 def linear_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, pages: torch.Tensor, step: StateStep
 ) -> torch.Tensor:

@@ -15,14 +15,15 @@ CHUNK = 64  # tokens of a parallel scan
 
 
 def float_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """x `[T, K]` times weight `[K, N]` plus bias, in float32: the projection of the time step."""
+    """Return x `[T, K]` times weight `[K, N]` plus bias, in float32: the projection of the time step."""
     return torch.addmm(bias, x, weight)
 
 
 def scan_one(
     a: torch.Tensor, states: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """h = e^(dt a) h + dt x b; y = h c, for one token of R requests: x, dt `[R, I]`, b, c `[R, N]`, a `[I, N]`."""
+    """Compute h = e^(dt a) h + dt x b; y = h c, for one token of R requests: x, dt `[R, I]`, b, c `[R, N]`, a `[I, N]`.
+    """
     states = (dt[..., None] * a).exp() * states + (dt * x)[..., None] * b[:, None]
     return torch.einsum("rin,rn->ri", states, c), states
 
@@ -30,7 +31,7 @@ def scan_one(
 def scan_many(
     a: torch.Tensor, state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scan_one` for the n tokens of one request, one after another: x, dt `[n, I]`, b, c `[n, N]`.
+    """Compute `scan_one` for the n tokens of one request, one after another: x, dt `[n, I]`, b, c `[n, N]`.
 
     In a chunk the maps h -> decay h + input of neighbouring tokens are joined, then those of pairs, and so on.
     """

@@ -17,8 +17,8 @@ from quire.worker.layers.state import StateStep, by_stages
 def conv_one(
     weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y[c] = bias[c] + sum_k weight[k, c] * input[k, c] over the last K inputs, the newest of which is x `[R, C]`; with
-    states `[R, K - 1, C]`.
+    """Compute y[c] = bias[c] + sum_k weight[k, c] * input[k, c] over the last K inputs, the newest of which is x `[R,
+    C]`; with states `[R, K - 1, C]`.
     """
     window = torch.cat([states, x[:, None]], 1)
     y = (window * weight).sum(1)
@@ -28,7 +28,7 @@ def conv_one(
 def conv_many(
     weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`conv_one` for the n tokens x `[n, C]` of one request, one after another."""
+    """Compute `conv_one` for the n tokens x `[n, C]` of one request, one after another."""
     n, inputs = len(x), torch.cat([state, x])
     y = inputs[:n] * weight[0]
     for k in range(1, len(weight)):

@@ -121,8 +121,8 @@ def positions(length: int, size: int) -> torch.Tensor:
 
 
 def read_sizes(config: dict[str, Any]) -> dict[str, int]:
-    """The encoder's sizes in config.json. Raises ValueError naming a key that is no positive integer, or that does not
-    fit the others.
+    """Return the encoder's sizes in config.json. Raises ValueError naming a key that is no positive integer, or that
+    does not fit the others.
     """
     audio = config.get("audio_config") or {}
     sizes = {key: audio.get(key, default) for key, default in _SIZES.items()}

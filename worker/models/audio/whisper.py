@@ -82,7 +82,7 @@ class Convolution(ColumnParallelLinear):
 
 
 def read_sizes(config: dict[str, Any]) -> dict[str, int]:
-    """The encoder's sizes in config.json. Raises ValueError naming a key that is no positive integer."""
+    """Return the encoder's sizes in config.json. Raises ValueError naming a key that is no positive integer."""
     sizes = {key: config.get(key, default) for key, default in _SIZES.items()}
     for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

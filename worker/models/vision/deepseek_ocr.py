@@ -73,7 +73,7 @@ class _Tower(VisionTower):
         self.separator = table("model.view_seperator", size)
 
     def sam_spec(self, vision: dict[str, Any]) -> SamSpec:
-        """The sizes of SAM."""
+        """Return the sizes of SAM."""
         raise NotImplementedError
 
     def make_encoder(self, vision: dict[str, Any], weights: WeightFormat) -> int:
@@ -101,7 +101,8 @@ class _Tower(VisionTower):
         return result
 
     def _embed(self, squares: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The embeddings of each group of squares. Squares of one size are encoded together, in bounded batches."""
+        """Return the embeddings of each group of squares. Squares of one size are encoded together, in bounded batches.
+        """
         groups: dict[int, list[int]] = {}
         for i, group in enumerate(squares):
             groups.setdefault(group.shape[1], []).append(i)
@@ -183,7 +184,7 @@ class DeepseekOCR2Tower(_Tower):
 
 
 def sam_spec(vision: dict[str, Any], last_channels: int) -> SamSpec:
-    """SAM's sizes; by default its last convolution has `last_channels` channels."""
+    """Return SAM's sizes; by default its last convolution has `last_channels` channels."""
     published = SamSpec()
     if "sam_config" in vision:
         given = vision["sam_config"]
@@ -220,7 +221,7 @@ def sam_spec(vision: dict[str, Any], last_channels: int) -> SamSpec:
 
 
 def clip_spec(vision: dict[str, Any]) -> tuple[EncoderSpec, int]:
-    """CLIP's sizes, and the side of the grid of its positions."""
+    """Return CLIP's sizes, and the side of the grid of its positions."""
     if "encoder_config" in vision:
         given = vision["encoder_config"]
         _check_activation("encoder_config", given, "quick_gelu")
@@ -235,7 +236,7 @@ def clip_spec(vision: dict[str, Any]) -> tuple[EncoderSpec, int]:
 
 
 def query_spec(vision: dict[str, Any]) -> QuerySpec:
-    """The sizes of DeepSeek-OCR-2's second encoder."""
+    """Return the sizes of DeepSeek-OCR-2's second encoder."""
     published = QuerySpec()
     if "encoder_config" not in vision:
         given = (vision.get("width") or {}).get("qwen2-0-5b") or {}

@@ -72,7 +72,7 @@ class _Attention(nn.Module):
 
 
 def _rotated(x: torch.Tensor, cos_sin: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first half of each head turns by the patch's column, the second by its row."""
+    """Rotate the first half of each head by the patch's column, the second by its row."""
     return torch.cat([apply_rotary(half, angles) for half, angles in zip(x.chunk(2, -1), cos_sin)], -1)
 
 
@@ -145,14 +145,14 @@ class Gemma4Tower(VisionTower):
         return list(self.projection(rms_norm(features, None, self.eps)).split([len(part) for part in pooled]))
 
     def _rotation(self, places: torch.Tensor) -> torch.Tensor:
-        """The rows of `apply_rotary` for half a head."""
+        """Return the rows of `apply_rotary` for half a head."""
         half = self.head_dim // 2
         exponents = torch.arange(0, half, 2, device=places.device, dtype=torch.float32) / half
         angles = places[:, None] / self.theta**exponents
         return torch.cat((angles.cos(), angles.sin()), -1)
 
     def _pooled(self, x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        """The means of neighbours, times sqrt(C), in float32: they may exceed what 16 bits hold."""
+        """Return the means of neighbours, times sqrt(C), in float32: they may exceed what 16 bits hold."""
         rows, columns, k = *grid, self.pool
         squares = x.float().view(rows // k, k, columns // k, k, -1)
         return squares.mean((1, 3)).to(x.dtype).float().flatten(0, 1) * self.size**0.5
@@ -165,6 +165,6 @@ class Gemma4Tower(VisionTower):
 
 
 def _places(grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column and the row of each patch."""
+    """Return the column and the row of each patch."""
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     return columns.flatten(), rows.flatten()

@@ -15,7 +15,7 @@ _DEFAULTS = SIGLIP | {"hidden_size": 1152, "num_attention_heads": 16, "patch_siz
 
 
 def buckets(side: int) -> torch.Tensor:
-    """The index of the position's embedding of each of `side` patches in a row.
+    """Return the index of the position's embedding of each of `side` patches in a row.
 
     A patch is looked up by its fraction of the row in float32, so that rounding may give neighbours the same index.
     """

@@ -47,7 +47,8 @@ _DEFAULTS = {
 
 
 def one_side(name: str, value: int | list[int]) -> int:
-    """The side of a square that config.json may give as [height, width]. Raises ValueError if it is no square."""
+    """Return the side of a square that config.json may give as [height, width]. Raises ValueError if it is no square.
+    """
     sides = {value} if isinstance(value, int) else set(value)
     if len(sides) != 1:
         raise ValueError(f"vision_config.{name} {value} is not supported: only squares are")

@@ -80,7 +80,8 @@ class Lfm2VLTower(VisionTower):
         return list(x.split([len(image["pixel_values"]) // self.merge**2 for image in images]))
 
     def _positions(self, rows: int, columns: int) -> torch.Tensor:
-        """The embeddings of the positions of a grid: those of the square that was learned, stretched or shrunk."""
+        """Return the embeddings of the positions of a grid: those of the square that was learned, stretched or shrunk.
+        """
         learned = self.positions.float().view(1, self.side, self.side, -1).permute(0, 3, 1, 2)
         stretched = F.interpolate(learned, (rows, columns), mode="bilinear", align_corners=False, antialias=True)
         return stretched[0].permute(1, 2, 0).flatten(0, 1).to(self.positions.dtype)

@@ -15,7 +15,7 @@ from quire.worker.transformer.vision.tower import VisionTower
 
 
 def make_transformer(config: dict[str, Any], weights: WeightFormat, default_layer: int) -> VisionTransformer:
-    """The CLIP or SigLIP encoder of a Llava model. Raises ValueError for another one."""
+    """Return the CLIP or SigLIP encoder of a Llava model. Raises ValueError for another one."""
     kind = config["vision_config"].get("model_type")
     defaults = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}.get(kind)
     if defaults is None:

@@ -37,7 +37,7 @@ class LlavaOnevisionTower(VisionTower):
         return [self._joined(parts, image.get("layout")) for parts, image in zip(embeddings.split(tiles), images)]
 
     def _joined(self, parts: torch.Tensor, layout: torch.Tensor | None) -> torch.Tensor:
-        """The embeddings of one image from those of its parts `[1 + tiles, N, H]`."""
+        """Return the embeddings of one image from those of its parts `[1 + tiles, N, H]`."""
         if layout is None:
             return torch.cat((parts[0], self.newline[None]))
         rows, columns, top, left, height, width = layout.tolist()

@@ -68,7 +68,7 @@ class PixtralEncoder(nn.Module):
         self.theta, self.head_dim = rope.get("rope_theta") or vision.get("rope_theta") or 10000.0, size // heads
 
     def forward(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The features of each image, `[rows, columns, C]`."""
+        """Return the features of each image, `[rows, columns, C]`."""
         grids = [self.patch_conv(image.unsqueeze(0))[0] for image in images]
         lengths = [grid.shape[0] * grid.shape[1] for grid in grids]
         x = self.ln_pre(torch.cat([grid.flatten(0, 1) for grid in grids]))
@@ -77,7 +77,9 @@ class PixtralEncoder(nn.Module):
         return [part.view_as(grid) for part, grid in zip(features, grids)]
 
     def _rotation(self, rows: int, columns: int, device: torch.device) -> torch.Tensor:
-        """The rows of `apply_rotary` for a grid: even frequencies turn by the patch's row, odd ones by its column."""
+        """Return the rows of `apply_rotary` for a grid: even frequencies turn by the patch's row, odd ones by its
+        column.
+        """
         exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
         frequencies = 1.0 / self.theta**exponents
         of_row = torch.arange(rows, device=device)[:, None] * frequencies[::2]

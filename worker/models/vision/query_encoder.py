@@ -39,7 +39,7 @@ class QuerySpec:
 
     @property
     def layers(self) -> EncoderSpec:
-        """The parts of a layer that other encoders have, too."""
+        """Return the parts of a layer that other encoders also have."""
         sizes = self.hidden_size, self.intermediate_size, self.num_layers, self.num_heads
         return EncoderSpec(*sizes, "silu", self.eps, norm="rms", bias=False, names=_NAMES)
 
@@ -66,7 +66,7 @@ class QueryEncoder(nn.Module):
         return self.norm(x[:, num_features:].contiguous())
 
     def _rotation(self, length: int, device: torch.device) -> torch.Tensor:
-        """The rows of `apply_rotary` for positions 0 .. length - 1."""
+        """Return the rows of `apply_rotary` for positions 0 .. length - 1."""
         exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
         angles = torch.arange(length, device=device)[:, None] / self.theta**exponents
         return torch.cat((angles.cos(), angles.sin()), -1)

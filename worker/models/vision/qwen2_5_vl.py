@@ -41,7 +41,7 @@ class Qwen2_5VLTower(QwenVLTower):
         )
 
     def embed(self, x: torch.Tensor, cos_sin: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        """All layers compute the patches window by window, in groups; the windows of a frame follow one another."""
+        """Compute the patches window by window in all layers, in groups; the windows of a frame follow one another."""
         side = self.vision["window_size"] // self.merge // self.vision["patch_size"]
         windows = windows_of([(t, rows // self.merge, columns // self.merge) for t, rows, columns in grids], side)
         order, unit = torch.cat(windows).to(x.device), self.merge**2
@@ -53,7 +53,7 @@ class Qwen2_5VLTower(QwenVLTower):
 
 
 def windows_of(grids: list[Grid], side: int) -> list[torch.Tensor]:
-    """The indices of the groups of patches in each window of `side` x `side` groups. `grids` counts groups.
+    """Return the indices of the groups of patches in each window of `side` x `side` groups. `grids` counts groups.
 
     Those of a frame are sorted by size, so that windows of equal size are attended to together.
     """

@@ -86,6 +86,8 @@ class Qwen3VLTower(QwenVLTower):
 class Qwen35Tower(Qwen3VLTower):
     """An embedding has the columns of the final features only."""
 
+    video_token_id = 248057
+
     @classmethod
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
         vision = config["vision_config"] | {"deepstack_visual_indexes": ()}

@@ -71,10 +71,13 @@ class QwenVLTower(VisionTower):
     blocks: ClassVar[str] = "visual.blocks"  # where the checkpoint has the layers
     patch_embedding: ClassVar[type[PatchEmbedding]] = PatchEmbedding
     patch_bias: ClassVar[bool] = False
+    video_token_id: ClassVar[int | None] = 151656  # where config.json names none
 
     @classmethod
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
-        return VisionSpec(architecture, config, read_image_token_id({"image_token_id": 151655} | config), mrope=True)
+        image_token_id = read_image_token_id({"image_token_id": 151655} | config)
+        video_token_id = config.get("video_token_id", cls.video_token_id)
+        return VisionSpec(architecture, config, image_token_id, mrope=True, video_token_id=video_token_id)
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)
@@ -110,8 +113,8 @@ class QwenVLTower(VisionTower):
         return self.merger(self.encoder(x, frame_lengths(grids), cos_sin))
 
     def rotation(self, grid: Grid, device: torch.device) -> torch.Tensor:
-        """The rows of `apply_rotary`: the first half of the frequencies turns by a patch's row, the second by its
-        column.
+        """Return the rows of `apply_rotary`: the first half of the frequencies turns by a patch's row, the second by
+        its column.
         """
         frames, rows, columns = grid
         half = self.head_dim // 2
@@ -124,12 +127,14 @@ class QwenVLTower(VisionTower):
 
 
 def frame_lengths(grids: list[Grid]) -> list[int]:
-    """The number of patches of each frame."""
+    """Return the number of patches of each frame."""
     return [rows * columns for frames, rows, columns in grids for _ in range(frames)]
 
 
 def stretched(learned: torch.Tensor, side: int, grid: Grid, merge: int, *, align_corners: bool) -> torch.Tensor:
-    """The embeddings of the positions of a grid `[T, C]`: those that were learned of a square `[side * side, C]`."""
+    """Return the embeddings of the positions of a grid `[T, C]`: those that were learned of a square `[side * side,
+    C]`.
+    """
     frames, rows, columns = grid
     square = learned.float().view(1, side, side, -1).permute(0, 3, 1, 2)
     found = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=align_corners)
@@ -137,6 +142,6 @@ def stretched(learned: torch.Tensor, side: int, grid: Grid, merge: int, *, align
 
 
 def in_groups(x: torch.Tensor, merge: int) -> torch.Tensor:
-    """Patches of a grid `[rows, columns, C]`, those of a group after one another: `[rows * columns, C]`."""
+    """Return patches of a grid `[rows, columns, C]`, those of a group after one another: `[rows * columns, C]`."""
     rows, columns, size = x.shape
     return x.reshape(rows // merge, merge, columns // merge, merge, size).transpose(1, 2).reshape(-1, size)

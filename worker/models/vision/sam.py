@@ -77,7 +77,7 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, stride: int) -> torch.Tenso
 
 
 def resized(positions: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-    """Embeddings `[1, rows, columns, C]` of the positions in a grid of another size."""
+    """Return embeddings `[1, rows, columns, C]` of the positions in a grid of another size."""
     if positions.shape[1:3] == tuple(grid):
         return positions
     wide = positions.float().permute(0, 3, 1, 2)
@@ -161,7 +161,7 @@ def relative_attention(
 
 
 def _distances(embeddings: torch.Tensor, side: int) -> torch.Tensor:
-    """The embedding of the distance of each of `side` queries to each of `side` keys, `[side, side, D]`."""
+    """Return the embedding of the distance of each of `side` queries to each of `side` keys, `[side, side, D]`."""
     if len(embeddings) != 2 * side - 1:
         wide = embeddings.float().T.unsqueeze(0)
         embeddings = F.interpolate(wide, size=2 * side - 1, mode="linear")[0].T.to(embeddings.dtype)

@@ -60,7 +60,7 @@ class VisionTransformer(nn.Module):
         self.final_norm = named(LayerNorm(size, eps), f"{prefix}.post_layernorm") if final_norm else None
 
     def forward(self, pixels: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
-        """With `whole` the token of the image, if there is one, comes first."""
+        """Encode the image. With `whole` its token, if there is one, comes first."""
         x = self.patch_embedding(pixels.to(self.positions.dtype)).flatten(1, 2)
         if self.class_embedding is not None:
             x = torch.cat((self.class_embedding.expand(len(x), 1, -1), x), 1)

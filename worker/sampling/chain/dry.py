@@ -1,4 +1,4 @@
-"""DRY, which penalizes tokens that would continue a sequence that the context already has."""
+"""DRY, which penalizes tokens that would continue a sequence already in the context."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.worker.messages import Dry
 
 _BASE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: its powers mod 2**64 have inverses
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
-_LARGEST_EXPONENT = 88.7228391  # of e in float32, which does not overflow
+_LARGEST_EXPONENT = 88.7228391  # of e, for which float32 does not overflow
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ def penalties(recent: torch.Tensor, dry: Dry, breakers: Breakers, vocab_size: in
 
 
 def _repeated(recent: torch.Tensor) -> torch.Tensor:
-    """Return for k = 1 .. W - 1 how many of the first tokens of `recent` are again at k, int64 `[W - 1]`.
+    """Return, for k = 1 .. W - 1, how many of the first tokens of `recent` recur at offset k: int64 `[W - 1]`.
 
     A binary search in polynomial hashes mod 2**64: the first n tokens are at k if hash(k, k + n) = hash(0, n) * B**k.
     """
@@ -83,7 +83,7 @@ def _repeated(recent: torch.Tensor) -> torch.Tensor:
 
 
 def _num_since_breaker(recent: torch.Tensor, breakers: Breakers) -> torch.Tensor:
-    """Return how many tokens follow the last breaker, all if there is none; int64, no dimensions."""
+    """Return how many tokens follow the last breaker, all if there is none: an int64 scalar."""
     size, place = len(recent), torch.arange(len(recent), device=recent.device)
     # a breaker that begins at `place` and has `rest` more tokens: the nearest counts, of several the longest
     width = size + 1

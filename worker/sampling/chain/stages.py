@@ -44,7 +44,7 @@ PARAMETERS = tuple(one.name for one in fields(Columns) if one.default is MISSING
 
 
 class Candidates:
-    """The tokens that samplers have left to n rows: logits `[n, K]` float32, -inf if dropped, in descending order with
+    """The tokens that samplers have left in n rows: logits `[n, K]` float32, -inf if dropped, in descending order with
     their `ids` once a sampler needed an order, else of all tokens by id.
     """
 

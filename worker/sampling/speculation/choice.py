@@ -1,4 +1,6 @@
-"""Decides whether steps verify draft tokens, and who drafts: by `--speculative-config`, the model and the device."""
+"""Decide whether steps verify draft tokens, and which source drafts them, from `--speculative-config`, the model and
+the device.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ ADAPTIVE_MAX = 16  # drafts of a request in a step without num_speculative_token
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """`lookup` is (fewest, most) last tokens that are looked up in the request's own text, or None.
+    """The sources of drafts. `lookup`: (fewest, most) last tokens to look up in the request's own text, or None.
 
-    `num_draft` None: the number adapts to the gain of a request's drafts.
+    If `num_draft` is None, the number of drafts adapts to their gain for the request.
     """
 
     prediction: bool = False
@@ -26,7 +28,7 @@ class Speculation:
     by_match: bool = False  # no more drafts than tokens that matched
     model: str | None = None  # folder of a draft model, or of an EAGLE-3 head
     eagle: bool = False  # which of these it is
-    head: bool = False  # the checkpoint's prediction head
+    heads: int = 0  # prediction heads of the checkpoint
     earlier: bool = False  # look up earlier texts of the same client, too
 
     @property
@@ -35,13 +37,13 @@ class Speculation:
         return self.num_draft is None and self != Speculation(prediction=True)
 
     @property
-    def most(self) -> int:
-        """The most drafts of a request in a step."""
+    def max_drafts(self) -> int:
+        """Return the most drafts of a request in a step."""
         return self.num_draft or ADAPTIVE_MAX
 
     @property
     def is_on(self) -> bool:
-        return self.prediction or self.grammar or self.lookup is not None or self.model is not None or self.head
+        return self.prediction or self.grammar or self.lookup is not None or self.model is not None or self.heads > 0
 
 
 def resolve_speculation(
@@ -53,7 +55,7 @@ def resolve_speculation(
     if settings.method == "none":
         return Speculation(), ("speculation", "none", "as asked")
     if settings.method == "mtp":
-        check_head(config, spec)
+        count_heads(config, spec)
     if reason := _obstacle(config, spec):
         return Speculation(), ("speculation", "none", reason)
     if text is None and not deterministic:
@@ -65,21 +67,24 @@ def resolve_speculation(
     reason = "as asked" if text is not None else "a text is the same with and without"
     if text is not None and not deterministic:
         reason += "; without --deterministic the last bits of logits depend on the number of tokens in a step"
-    head = settings.method == "auto" and _has_head(config, spec)
-    speculation = replace(_of_method(settings, head), earlier=config.cache.enable_prefix_caching)
-    return speculation, ("speculation", settings.method + "+mtp" * head, reason)
+    heads = _heads(settings.method, config, spec)
+    speculation = replace(_of_method(settings, heads), earlier=config.cache.enable_prefix_caching)
+    return speculation, ("speculation", settings.method + "+mtp" * (settings.method == "auto" and heads > 0), reason)
 
 
-def _has_head(config: Config, spec: ModelSpec) -> bool:
-    """Return whether the checkpoint has a prediction head that can be used."""
+def _heads(method: str, config: Config, spec: ModelSpec) -> int:
+    """Return the number of prediction heads that a method uses; auto may use none."""
+    if method not in ("mtp", "auto"):
+        return 0
     try:
-        check_head(config, spec)
+        return count_heads(config, spec)
     except ValueError:
-        return False
-    return True
+        if method == "mtp":
+            raise
+        return 0
 
 
-def _of_method(settings: SpeculationSettings, head: bool) -> Speculation:
+def _of_method(settings: SpeculationSettings, heads: int) -> Speculation:
     match settings.method:
         case "ngram":
             high = settings.max_match or max(settings.min_match or 0, 5)
@@ -92,23 +97,28 @@ def _of_method(settings: SpeculationSettings, head: bool) -> Speculation:
         case "eagle3":
             return Speculation(True, False, None, settings.num_draft, model=settings.model, eagle=True)
         case "mtp":
-            return Speculation(True, False, None, settings.num_draft, head=True)
+            return Speculation(True, False, None, settings.num_draft, heads=heads)
         case "grammar":
             return Speculation(True, True, None, settings.num_draft)
-    return Speculation(True, True, (1 if settings.num_draft else 3, 16), settings.num_draft, head=head)
+    return Speculation(True, True, (1 if settings.num_draft else 3, 16), settings.num_draft, heads=heads)
 
 
-def check_head(config: Config, spec: ModelSpec) -> None:
-    """Raise ValueError unless the checkpoint has a prediction head that is supported."""
+def count_heads(config: Config, spec: ModelSpec) -> int:
+    """Return the number of prediction heads that the checkpoint has one after another. Raises ValueError if it is 0."""
     name, folder = "--speculative-config: method mtp", config.model.model
     without = f"{name}: the model has no prediction head (MTP)"
     if spec.mtp is None:
         raise ValueError(f"{without}: config.json of {spec.architecture} names none")
     if (spec.raw.get("quantization_config") or {}).get("quant_method") == "gguf":
-        return  # its tensors were looked for when config.json was made
-    fc = dict(spec.mtp.names).get("mtp.fc", "mtp.fc").removeprefix("model.")
-    if config.model.load_format != "dummy" and not has_tensor(folder, f"{fc}.weight"):
-        raise ValueError(f"{without}: its files have no tensor {fc}.weight")
+        return spec.mtp.count  # its tensors were looked for when config.json was made
+    if config.model.load_format == "dummy":
+        return spec.mtp.count
+    names = dict(spec.mtp.names)
+    joins = [names[f"mtp.{i}.fc"].removeprefix("model.") + ".weight" for i in range(spec.mtp.count)]
+    found = next((i for i, join in enumerate(joins) if not has_tensor(folder, join)), len(joins))
+    if not found:
+        raise ValueError(f"{without}: its files have no tensor {joins[0]}")
+    return found
 
 
 def _obstacle(config: Config, spec: ModelSpec) -> str | None:

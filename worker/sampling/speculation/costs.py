@@ -1,24 +1,26 @@
 """The best number of drafts, by their costs, from the times of steps, and their gains, from earlier drafts.
 
-Steps of m tokens take times that are no line in m: kernels for few rows read weights as fast as for one, and the next
-kind of kernel may take twice as long for three rows as for two and hardly longer for eight. So the times are a table,
-measured while the engine is idle after its start (`measurement.py`) and corrected by each step.
+The time of a step is not linear in its number of tokens: kernels for few rows read weights as fast as for one, and the
+next kind of kernel may take twice as long for three rows as for two and hardly longer for eight. So the times are a
+table, measured while the engine is idle after its start (`measurement.py`) and corrected by each step.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 KNOTS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512])  # numbers of tokens in the table
-_SLOPE = 1 / 24  # for the table before anything is measured
-UNKNOWN_SLOPE = 1.0  # with which no draft pays
+_SLOPE = 1 / 24  # of the table before anything is measured
+UNKNOWN_SLOPE = 1.0  # at which no draft pays
 _RATE, _SPEED_RATE = 0.05, 0.1  # weights of a step in the table, and in how fast the machine is now
-_MOST = 3.0  # times what was expected: what something else delayed counts no more
-_HOPE = 2.0  # tokens that count as right before any was tried
+_MOST = 3.0  # times the expected time: a longer step counts as this, something else delayed it
+_HOPE = 2.0  # prior: tokens counted as right before any was tried
 _FIRST = 8.0  # tokens that drafts of earlier requests count at most
 _GAIN = 1.02  # least gain in tokens per second for drafts
+_ODDS = np.linspace(0, 1, 65)  # probabilities that `Plan.least_odds` distinguishes
 
 
 class StepCosts:
@@ -26,7 +28,7 @@ class StepCosts:
 
     def __init__(self, slope: float = _SLOPE) -> None:
         self.table = self.plain = 1 + (KNOTS - 1) * slope
-        self._unit = 0.0  # seconds of a step of one token, lately
+        self._unit = 0.0  # recent seconds of a step of one token
 
     def measured(self, seconds: dict[int, float], plain: dict[int, float] | None = None) -> None:
         """Take times of steps by number of tokens, measured one after another. `plain`: of those that verify no drafts,
@@ -62,7 +64,7 @@ class StepCosts:
         return float(np.interp(num_tokens, KNOTS, self.table))
 
     def without_drafts(self, num_rows: int) -> float:
-        """Return the same of a step with one token per request."""
+        """Return the relative time of a step with one token per request."""
         return float(np.interp(num_rows, KNOTS, self.plain))
 
 
@@ -73,6 +75,16 @@ class Plan:
         self.costs, self.tokens, self.expected = costs, num_rows, float(num_rows)
         self.num_drafts = 0
         self.rate = num_rows / costs.without_drafts(num_rows)
+        self._least: dict[tuple[int, float], float] = {}  # `least_odds` as long as no drafts are added
+
+    def least_odds(self, limit: int, cost: float = 0.0) -> float:
+        """Return a probability up to which `take` returns 0: asking for it is cheaper than looking for drafts."""
+        if (limit, cost) not in self._least:
+            numbers, gains = _gains(limit)
+            times = np.interp(self.tokens + numbers, KNOTS, self.costs.table) + cost * numbers
+            pays = ((self.expected + gains) / times).max(axis=1) >= _GAIN * self.rate
+            self._least[limit, cost] = float(_ODDS[max(int(pays.argmax()) - 1, 0)]) if pays.any() else 1.0
+        return self._least[limit, cost]
 
     def take(self, probability: float, limit: int, cost: float = 0.0) -> int:
         """Return how many drafts, at most `limit`, a request adds to the step. The first is right with `probability`,
@@ -89,12 +101,20 @@ class Plan:
             return 0
         self.tokens, self.expected, self.rate = self.tokens + best + 1, self.expected + float(gains[best]), rates[best]
         self.num_drafts += best + 1
+        self._least.clear()
         return best + 1
+
+
+@functools.cache
+def _gains(limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of drafts `[limit]`, and how many of them are expected to be right `[odds, limit]`."""
+    numbers = np.arange(1, limit + 1)
+    return numbers, np.cumsum(_ODDS[:, None] ** numbers, axis=1)
 
 
 @dataclass(slots=True)
 class Odds:
-    """The acceptance rate of one source's drafts for a request, tokens after a wrong one aside."""
+    """The acceptance rate of one source's drafts for a request, not counting tokens after a wrong one."""
 
     right: float = 0.0
     tried: float = 0.0

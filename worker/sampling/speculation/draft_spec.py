@@ -16,8 +16,8 @@ _NAME = "--speculative-config: model"
 
 
 def read_draft_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec:
-    """Return the spec of the draft model in `folder` for the model `target`. Raises ValueError if it cannot draft for
-    it.
+    """Return the spec of the draft model in `folder` for the model `target`. Raises ValueError if it does not fit
+    `target`.
     """
     options = config.model
     try:
@@ -48,7 +48,7 @@ def read_draft_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec
 def read_eagle_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec:
     """Return the spec of the EAGLE-3 head in `folder` for the model `target`. Its `raw` also has the layers of the
     model before which residual streams are `captured`, their `captured_size`, and whether the head `has_embedding`.
-    Raises ValueError if it cannot draft for it.
+    Raises ValueError if the head does not fit `target`.
     """
     path = Path(folder, "config.json")
     try:
@@ -78,7 +78,7 @@ def read_eagle_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec
 
 def captured_layers(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the layers before which a head reads the residual stream of a model of `num_layers` layers: three of them.
-    vLLM's key names these, that of SGLang the layers whose output it is.
+    vLLM's key lists these layers; SGLang's lists the layers whose output is read.
     """
     key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
     ids = raw.get(key) or [i + 1 for i in nested.get(key) or ()] or (2, num_layers // 2, num_layers - 3)
@@ -93,5 +93,5 @@ def _is_plain(layer: LayerSpec) -> bool:
 
 
 def draft_quantization(config: Config, draft: ModelSpec) -> str | None:
-    """`--quantization` for the draft model: the same, unless its checkpoint is quantized."""
+    """Return `--quantization` for the draft model: the same, unless its checkpoint is quantized."""
     return None if draft.raw.get("quantization_config") else config.model.quantization

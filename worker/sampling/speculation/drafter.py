@@ -37,7 +37,7 @@ class History:
         self._added = token_ids
 
     def forget(self) -> None:
-        """Be no source for later requests, and follow no earlier text."""
+        """Stop being a source for later requests, and stop following an earlier text."""
         self.scope = self.source = None
 
     @property
@@ -46,7 +46,7 @@ class History:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens, int32."""
+        """Return all tokens, int32."""
         self._flush()
         return self._tokens[: self._size]
 
@@ -68,12 +68,12 @@ class Drafter(Protocol):
     """One source of drafts. Takes at most tens of microseconds; keeps state per request only in `History`."""
 
     def propose(self, row: int, history: History, limit: int) -> list[int]:
-        """Likely next tokens of the request in `row`, at most `limit`; [] for none."""
+        """Return likely next tokens of the request in `row`, at most `limit`; [] for none."""
 
 
 def relative_size(parts: Sequence[nn.Module], model: nn.Module) -> float:
-    """Return bytes of the weights of `parts` in relation to those of `model`, of which this rank has a pipeline stage,
-    as the times of their steps are.
+    """Return the weight bytes of `parts` divided by those of `model`, an estimate of the ratio of their step times.
+    This rank holds one pipeline stage of `model`.
     """
     return sum(map(_weight_bytes, parts)) / max(_weight_bytes(model) * pp().size, 1)
 
@@ -88,13 +88,14 @@ class ModelDrafter(Protocol):
     """
 
     needs_hidden: bool  # whether `follow` reads hidden states
-    cost: float  # for a draft, in steps of the model of one token
+    cost: float  # per draft, in one-token steps of the model
 
     def use(self, ops: Ops, backend: AttentionBackend) -> None:
         """Switch to a platform's operations."""
 
     def draft(self, step: StepInput, counts: dict[int, int]) -> dict[int, list[int]]:
-        """`counts[i]` likely next tokens of the requests at batch positions i of `step`, whose tables are up to date.
+        """Return `counts[i]` likely next tokens of the requests at batch positions i of `step`, whose tables are up to
+        date.
 
         They are written to the token table.
         """

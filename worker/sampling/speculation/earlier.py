@@ -1,8 +1,8 @@
-"""Earlier texts of the same client, a second source for looking up what follows.
+"""Earlier texts of the same client, a second source of drafts by lookup.
 
 A scope is an API key and cache salt: texts of one scope are never searched for another. Tokens are kept in segments,
 each with a table from the hash of `KEY` tokens to the position after their last occurrence. Segments are dropped from
-the scope that has most, the least recently used one first, and all of them with the prefix cache.
+the scope with the most segments, the least recently used one first, and all of them with the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SEGMENT = 1 << 14  # tokens
 MAX_TOKENS = 1 << 20  # of all scopes, at 12 bytes each
 MAX_SCOPE_TOKENS = 1 << 18
 BETWEEN = -1  # after each text
-OVERLAP = 24  # tokens of a text that are repeated where it goes on
-_CHUNK = 64  # tokens that are known to be there together
+OVERLAP = 24  # tokens of a text that are repeated where it continues
+_CHUNK = 64  # tokens per hash in `_Segment.known`
 _BITS = 16
 _FACTORS = np.array([0x9E3779B97F4A7C15 * (2 * i + 1) ** 3 & (1 << 64) - 1 for i in range(KEY)], dtype=np.uint64)
 
@@ -51,7 +51,7 @@ class _Segment:
         """Add a text, for which there is room."""
         start, end = self.size, self.size + len(tokens)
         self.tokens[start:end] = tokens
-        self.table[_slots(tokens[:-1])] = np.arange(start + KEY, end)  # of equal places the last one stays
+        self.table[_slots(tokens[:-1])] = np.arange(start + KEY, end)  # for equal slots the last position stays
         self.texts.append((conversation, start, end))
         self.size = end + 1
 
@@ -73,7 +73,7 @@ class _Segment:
 @dataclass(slots=True)
 class _Scope:
     segments: list[_Segment] = field(default_factory=list)  # the newest one last
-    odds: dict[type, Odds] = field(default_factory=dict)  # by source of drafts: how often they were right lately
+    odds: dict[type, Odds] = field(default_factory=dict)  # by source of drafts: how often they were right recently
 
 
 @dataclass(slots=True)
@@ -98,12 +98,12 @@ class EarlierTexts:
         return sum(len(scope.segments) for scope in self._scopes.values())
 
     def odds(self, scope: str | None, source: type) -> Odds:
-        """Return how often drafts of a source were right lately for requests of a scope, if it is known."""
+        """Return how often drafts of a source were right recently for requests of a scope, if it is known."""
         known = None if scope is None else self._scopes.get(scope)
         return Odds() if known is None else known.odds.setdefault(source, Odds())
 
     def add(self, scope: str, conversation: str, tokens: np.ndarray, progress: Progress) -> None:
-        """Keep what is new of a request's text, which begins with the tokens that `progress` tells."""
+        """Keep the new tokens of a request's text; `progress` says which ones are kept already."""
         if len(tokens) <= KEY:
             return
         segments, start, new = self._use(scope).segments, progress.size, []
@@ -119,7 +119,7 @@ class EarlierTexts:
         progress.size = len(tokens)
 
     def _append(self, scope: str, conversation: str, tokens: np.ndarray) -> _Segment:
-        """Return the segment in which the tokens begin."""
+        """Append the tokens, and return the segment in which they begin."""
         first = segment = self._with_room(scope)
         while (size := min(len(tokens), SEGMENT - segment.size - 1)) < len(tokens):
             segment.append(tokens[:size], conversation)
@@ -141,7 +141,7 @@ class EarlierTexts:
         return self._touched(self._use(scope).segments[-1])
 
     def _make_room(self) -> None:
-        """Drop a segment of the scope with most, of equal ones the one that was used longest ago."""
+        """Drop a segment of the scope with the most segments; of equal scopes, of the least recently used one."""
         name, scope = max(self._scopes.items(), key=lambda item: len(item[1].segments))
         _drop_oldest(scope.segments)
         if not scope.segments:

@@ -10,13 +10,13 @@ from quire.worker.sampling.speculation.drafter import History
 
 class GrammarDrafter:
     def __init__(self, grammars: GrammarRows, guess: bool) -> None:
-        """`guess`: drafts need not be certain."""
+        """`guess`: also propose drafts that are not certain."""
         self.grammars, self.guess = grammars, guess
         self._found: dict[int, list[int]] = {}
 
     def prepare(self, limits: dict[int, int]) -> None:
-        """Find what `propose` will say for rows with a grammar, at most `limits[row]` tokens: at once, because each
-        call waits for the thread of the grammars.
+        """Find the drafts that `propose` will return for rows with a grammar, at most `limits[row]` tokens each: all at
+        once, because each call waits for the thread of the grammars.
         """
         self._found = self.grammars.forced(limits, self.guess) if limits else {}
 

@@ -1,9 +1,9 @@
-"""Drafts from text that is already there: the request's own prompt and output, earlier texts of the same client, or a
+"""Drafts from existing text: the request's own prompt and output, earlier texts of the same client, or a
 prediction that came with the request.
 
 The last tokens of the output are searched for, and the tokens that followed them before are the draft. Nothing is built
 when a request arrives: one search is a comparison of all tokens with the last one, at some 4 tokens per nanosecond, and
-then of the tokens before those that are equal, of which few are left soon.
+then of the tokens before those that are equal, of which few soon remain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _SURE = 8  # tokens of a match with which no other earlier text is searched for
 
 
 def longest_match(text: np.ndarray, tail: np.ndarray, low: int, high: int) -> tuple[int, int]:
-    """(index after, length) of the last occurrence in `text` of the longest end of `tail`, of at most `high` tokens.
+    """Return (index after, length) of the last occurrence in `text` of the longest end of `tail`, of at most `high`
+    tokens.
 
     (0, 0) if it has fewer than `low` tokens.
     """
@@ -53,7 +54,7 @@ class LookupDrafter:
         start, length = self.match(history)
         if not start:
             return []
-        limit = self.most(limit, length)
+        limit = self.capped(limit, length)
         draft = tokens[start : start + limit].tolist()
         # The end of the text may be within the period of a repetition.
         period = len(tokens) - start
@@ -69,14 +70,14 @@ class LookupDrafter:
             history.own_match = size, *longest_match(tokens[:-1], tokens, low, self.high)
         return history.own_match[1:]
 
-    def most(self, limit: int, length: int) -> int:
+    def capped(self, limit: int, length: int) -> int:
         return min(limit, length) if self.by_match else limit
 
 
 class EarlierDrafter:
     """Tokens after the longest match in earlier texts of the same scope, if it is longer than in the request's text.
 
-    A text once found is followed after a difference, too.
+    Once found, a text is followed even after a mismatch.
     """
 
     def __init__(self, texts: EarlierTexts, own: LookupDrafter) -> None:
@@ -91,7 +92,7 @@ class EarlierDrafter:
             start, length = longest_match(found, tail, self.own.low, self.own.high)
         if length <= self.own.match(history)[1]:
             return []
-        draft = history.source[start : start + self.own.most(limit, length)].tolist()
+        draft = history.source[start : start + self.own.capped(limit, length)].tolist()
         return draft[: draft.index(BETWEEN)] if BETWEEN in draft else draft
 
 

@@ -1,8 +1,8 @@
-"""Measures the times of steps by their number of tokens, one step at a time while no request runs.
+"""Measure the times of steps by their number of tokens, one step at a time while no request runs.
 
-On a CPU they are CPU time of all threads: what else the machine does would make a single step several times as long.
-There, a step of m requests takes as long as one that verifies m - 1 drafts of one request. On a GPU the first replays
-one CUDA graph and the other does not, so that both are measured, by the clock.
+On a CPU they are CPU time of all threads: other load on the machine could make a single step several times as long.
+There, a step of m requests takes as long as one that verifies m - 1 drafts of one request. On a GPU the former replays
+one CUDA graph and the latter does not, so that both are measured, in wall time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from quire.worker.messages import NewRequest, SamplingParams, StepInput
 from quire.worker.sampling.speculation.costs import KNOTS, StepCosts
 
 _SIZES = [int(size) for size in KNOTS if size <= 64]
-_ENOUGH, _NEEDED = 2.0, 8  # seconds after which no more sizes are measured than up to this one
-_FAST = 0.1  # seconds of a step below which the better of two counts
+_ENOUGH, _NEEDED = 2.0, 8  # after _ENOUGH seconds, only sizes up to _NEEDED are measured
+_FAST = 0.1  # seconds; of a shorter step, the better of two runs counts
 
 
 class Measurement:
@@ -33,14 +33,14 @@ class Measurement:
         page: int = 0,
         apart: bool = False,
     ) -> None:
-        """A step has at most `most` tokens. `apart`: measure steps of one request, too, by the clock."""
+        """A step has at most `most` tokens. `apart`: also measure steps of one request, all in wall time."""
         self.execute, self.costs, self.table, self.page, self.apart = execute, costs, table, page, apart
         self.sizes = [size for size in _SIZES if size <= most]
         self.seconds: dict[int, float] = {}  # by tokens, of one request each
         self.of_one: dict[int, float] = {}  # by tokens of one request
         self.spent = 0.0
 
-    def go_on(self) -> bool:
+    def measure_next(self) -> bool:
         """Measure one size. Returns whether more are left."""
         if not self.sizes:
             return False

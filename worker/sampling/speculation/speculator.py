@@ -1,9 +1,9 @@
 """Speculative decoding: which draft tokens each row's next step verifies, and which of them were right.
 
-After a step, drafters propose the tokens that may follow (`after_step`); the engine learns their number alone. The next
-step computes them together with the row's last token, and samples after each of them, by the same numbers as without
-drafts: position p's token is a function of the logits there, the seed and p. So the drafts that equal what is sampled
-before them are the text itself, and one more token comes free (`accepted`).
+After a step, drafters propose the tokens that may follow (`after_step`); the engine learns only their number. The next
+step computes them together with the row's last token, and samples after each of them with the same random numbers as
+without drafts: position p's token is a function of the logits there, the seed and p. So drafts that equal the tokens
+sampled at their positions are the output itself, and one more token comes free (`accepted`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quire.worker.sampling.speculation.lookup import EarlierDrafter, LookupDraft
 
 _NOT_YET = -1  # a draft that the draft model will make
 _FIRST_LENGTH = 4  # drafts of a request before any was verified
-_KEPT_AT_ONCE = 256  # new tokens of a running request after which later ones may be drafted from them
-_MEMORY = 0.98  # weight of what drafts of other requests were before, at each draft
+_KEPT_AT_ONCE = 256  # new tokens of a running request after which other requests may draft from them
+_MEMORY = 0.98  # decay, per draft, of the odds of other requests' drafts
 _MAX_PAUSE = 32  # steps without drafts after drafts that were wrong again and again
 
 
@@ -42,7 +42,7 @@ def accepted(token_ids: list[int], draft: list[int]) -> list[int]:
 
 
 def num_accepted(token_ids: list[int], draft: list[int]) -> int:
-    """Return how many tokens of a draft are those that were sampled before them."""
+    """Return how many leading tokens of a draft equal those sampled at their positions."""
     num = 0
     while num < len(draft) and token_ids[num] == draft[num]:
         num += 1
@@ -101,7 +101,7 @@ class Speculator:
         self.use(speculation)
 
     def use(self, speculation: Speculation) -> None:
-        """Draft like this from now on."""
+        """Draft by these settings from now on."""
         self.speculation = speculation
         self.drafters: list[Drafter] = []
         if speculation.prediction:
@@ -159,7 +159,7 @@ class Speculator:
         return bool(step.new or step.num_draft) or any(row.history.has_grammar for row in rows if row is not None)
 
     def drafts(self, step: StepInput) -> dict[int, list[int]]:
-        """Batch position -> the drafts that `step`, whose tables are up to date, verifies."""
+        """Return batch position -> the drafts that `step`, whose tables are up to date, verifies."""
         rows = {i: self.rows[step.rows[i]] for i in step.num_draft}
         if counts := {i: step.num_draft[i] for i, row in rows.items() if row.draft[0] == _NOT_YET}:
             for i, draft in self.model.draft(step, counts).items():
@@ -228,7 +228,7 @@ class Speculator:
             row.history.add(ids)
             self._keep(row, least=_KEPT_AT_ONCE)
             mine[i] = row
-        self._prepare({step.rows[i]: row for i, row in mine.items() if row.history.has_grammar})
+        self._prepare({step.rows[i]: row for i, row in mine.items() if row.history.has_grammar}, plan)
         for i, row in mine.items():
             row.draft = self._propose(step.rows[i], row, plan, self.most - sum(num_draft.values()))
             if row.draft:
@@ -237,20 +237,21 @@ class Speculator:
                     predicted.append(i)
         return num_draft, predicted
 
-    def _prepare(self, rows: dict[int, _Row]) -> None:
-        """Ask the grammars of rows for forced tokens."""
+    def _prepare(self, rows: dict[int, _Row], plan: Plan | None) -> None:
+        """Ask the grammars of rows for forced tokens, where drafts of them may pay."""
         num = self.speculation.num_draft
-        limits = {
-            number: min(num or min(row.length, STEP_DRAFTS), MAX_DRAFT)
-            for number, row in rows.items()
-            if num is not None or not row.pause
-        }
         for drafter in self.drafters:
-            if isinstance(drafter, GrammarDrafter):
-                drafter.prepare(limits)
+            if not isinstance(drafter, GrammarDrafter):
+                continue
+            limits = {}
+            for number, row in rows.items():
+                limit = min(num or min(row.length, STEP_DRAFTS), MAX_DRAFT)
+                if plan is None or (not row.pause and self._may_pay(row, drafter, limit, plan)):
+                    limits[number] = limit
+            drafter.prepare(limits)
 
     def _propose(self, number: int, row: _Row, plan: Plan | None, room: int) -> list[int]:
-        """Drafts of the first source that has any that pay; without a plan all do."""
+        """Return drafts of the first source whose drafts pay; without a plan all do."""
         limit = self.speculation.num_draft
         if plan is not None:
             if row.pause:
@@ -261,6 +262,9 @@ class Speculator:
         if limit <= 0:
             return []
         for drafter in self.drafters:
+            if not self._may_pay(row, drafter, limit, plan):
+                self._odds(row, drafter).forget()
+                continue
             draft = drafter.propose(number, row.history, limit)
             if draft and row.history.has_grammar and not isinstance(drafter, GrammarDrafter):
                 draft = self.grammars.allowed(number, draft, limit)
@@ -274,11 +278,20 @@ class Speculator:
             limit = min(limit, max(self.num_slots(number) - len(row.history.tokens), 0))
         return self._paying(row, self.model, [_NOT_YET] * limit, plan)
 
-    def _paying(self, row: _Row, source: object, draft: list[int], plan: Plan | None) -> list[int]:
-        """Return the beginning of a draft that is expected to pay."""
-        row.source = source
+    def _odds(self, row: _Row, source: object) -> Odds:
         if (odds := row.odds.get(source)) is None:
             odds = row.odds[source] = self.earlier.odds(row.history.scope, type(source)).beginning()
+        return odds
+
+    def _may_pay(self, row: _Row, source: object, limit: int, plan: Plan | None) -> bool:
+        """Return whether drafts of a source are worth looking for. `_paying` decides on those that are found."""
+        if plan is None:
+            return True
+        return self._odds(row, source).probability > plan.least_odds(limit, getattr(source, "cost", 0.0))
+
+    def _paying(self, row: _Row, source: object, draft: list[int], plan: Plan | None) -> list[int]:
+        """Return the beginning of a draft that is expected to pay."""
+        row.source, odds = source, self._odds(row, source)
         if plan is None:
             return draft
         number = plan.take(odds.probability, len(draft), getattr(source, "cost", 0.0))

@@ -83,7 +83,7 @@ def float_parameter(
 
 
 def shards(prefix: str, full: int, rows: Sequence[Rows], target: int = 0) -> list[Shard]:
-    """This rank's `rows` of the matrix at `prefix`, one after another from row `target` of the fused one."""
+    """Return this rank's `rows` of the matrix at `prefix`, one after another from row `target` of the fused one."""
     made: list[Shard] = []
     for start, length in rows:
         if made and made[-1].start + made[-1].length == start:  # as all do on a single rank
@@ -95,7 +95,7 @@ def shards(prefix: str, full: int, rows: Sequence[Rows], target: int = 0) -> lis
 
 
 def split(sizes: Sequence[int], rank: int, size: int) -> list[Rows]:
-    """This rank's rows of a tensor that holds parts of `sizes` one after another, each of which is divided."""
+    """Return this rank's rows of a tensor that holds parts of `sizes` one after another, each of which is divided."""
     rows, start = [], 0
     for length in sizes:
         rows.append((start + rank * length // size, length // size))

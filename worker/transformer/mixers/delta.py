@@ -99,7 +99,7 @@ def _gates_name(kind: DeltaSpec) -> str:
 
 
 def _inputs(kind: DeltaSpec, prefix: str) -> list[Shard]:
-    """This rank's rows of q, k, v and z."""
+    """Return this rank's rows of q, k, v and z."""
     group, ratio = tp(), kind.num_v_heads // kind.num_k_heads
     keys, values = kind.num_k_heads * kind.k_dim, kind.num_v_heads * kind.v_dim
     if kind.grouped:
@@ -112,7 +112,7 @@ def _inputs(kind: DeltaSpec, prefix: str) -> list[Shard]:
 
 
 def _gates(kind: DeltaSpec, prefix: str) -> list[Shard]:
-    """This rank's rows of b and a."""
+    """Return this rank's rows of b and a."""
     group, heads, ratio = tp(), kind.num_v_heads, kind.num_v_heads // kind.num_k_heads
     mine = heads // group.size
     if kind.grouped_gates:

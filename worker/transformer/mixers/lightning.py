@@ -54,7 +54,7 @@ class Lightning(StateMixer):
         decay = self.decay.expand(len(x), -1)
         y = self.ops.linear_attention(q, k, v, decay, self.state.pages[0], step).flatten(1)
         x, y = call.needed(x), call.needed(y)
-        squares = self.group.all_reduce(y.square().sum(-1, keepdim=True))
+        squares = self.group.all_reduce(self.ops.square_sums(y))
         y = y * rsqrt(squares / self.full + self.eps) * self.norm
         return self.out_proj((sigmoid(self.output_gate(x).float()) * y).to(x.dtype))
 
@@ -110,13 +110,13 @@ class RotaryLightning(StateMixer):
         y = self.ops.linear_attention(q * self.dim**-0.5, k, v, decay, self.state.pages[0], step).flatten(1)
         x, y = call.needed(x), call.needed(y)
         parts = y.unflatten(-1, (-1, min(self.norm_size, self.width)))
-        squares = parts.square().sum(-1, keepdim=True)
+        squares = self.ops.square_sums(parts)
         squares = self.group.all_reduce(squares) if self.norm_size > self.width else squares
         y = (parts * rsqrt(squares / self.norm_size + self.eps)).flatten(1) * self.norm
         return self.o_proj((sigmoid(self.g_proj(x).float()) * y).to(x.dtype))
 
     def _normed(self, heads: torch.Tensor) -> torch.Tensor:
-        return heads * rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
+        return self.ops.state_norm(heads, None, self.eps)
 
     def exchanges(self, num_tokens: int, num_needed: int) -> list[Exchange]:
         divided: list[Exchange] = [((num_needed, 1, 1), torch.float32)] if self.norm_size > self.width else []

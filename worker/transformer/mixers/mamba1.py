@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, WeightFormat
-from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rowwise import silu, softplus
 from quire.worker.parallel import Exchange, tp
 from quire.worker.spec.model import ModelSpec
@@ -63,7 +62,7 @@ class Mamba1(StateMixer):
         dt, b, c = self.x_proj(inner.to(x.dtype)).float().split(self.sizes, -1)
         if kind.norms != "none":
             weights = self.dt_norm, self.b_norm, self.c_norm
-            dt, b, c = (rms_norm(values, weight, kind.eps) for values, weight in zip((dt, b, c), weights))
+            dt, b, c = (self.ops.state_norm(values, weight, kind.eps) for values, weight in zip((dt, b, c), weights))
         dt = softplus(self.ops.float_linear(dt, self.dt_proj, self.dt_bias))
         y = self.ops.selective_scan(inner, dt, -self.A_log.exp(), b, c, states, step) + inner * self.D
         y, z = call.needed(y), call.needed(z)

@@ -79,10 +79,10 @@ class Mamba2(StateMixer):
         return self._normed(y) * self.norm * gate
 
     def _normed(self, y: torch.Tensor) -> torch.Tensor:
-        """RMS norm over each group of channels; a group of all channels may be divided over the ranks."""
+        """Return the RMS norm over each group of channels; a group of all channels may be divided over the ranks."""
         size = self.spec.inner // self.spec.norm_groups
         parts = y.unflatten(-1, (-1, min(size, self.inner)))
-        squares = parts.square().sum(-1, keepdim=True)
+        squares = self.ops.square_sums(parts)
         if size > self.inner:
             squares = self.group.all_reduce(squares)
         return (parts * rsqrt(squares / size + self.spec.eps)).flatten(-2)
@@ -98,8 +98,8 @@ def _groups(start: int, size: int) -> list[tuple[int, int, bool]]:
 
 
 def _rows(kind: Mamba2Spec, parts: list[tuple[int, int, bool]]) -> list[Rows]:
-    """This rank's rows of parts (start, size, whether it is of the groups): with fewer groups than ranks several ranks
-    have those of one group.
+    """Return this rank's rows of parts (start, size, whether it is of the groups): with fewer groups than ranks several
+    ranks have those of one group.
     """
     rank, size, rows = tp().rank, tp().size, []
     for start, length, of_groups in parts:

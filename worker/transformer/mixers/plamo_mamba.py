@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, RowParallelLinear, Shard, WeightFormat
-from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rowwise import silu, softplus
 from quire.worker.layers.views import HeadHalves
 from quire.worker.parallel import Exchange, tp
@@ -50,7 +49,7 @@ class PlamoMamba(StateMixer):
         inner = self.conv1d(inner, conv, step)
         weights = self.B_norm, self.C_norm, self.dt_norm
         b, c, dt = self.bcdt_proj(inner.to(x.dtype)).float().split(self.sizes, -1)
-        b, c, dt = (rms_norm(values, weight, kind.eps) for values, weight in zip((b, c, dt), weights))
+        b, c, dt = (self.ops.state_norm(values, weight, kind.eps) for values, weight in zip((b, c, dt), weights))
         dt = softplus(self.ops.float_linear(dt, self.dt_proj, self.dt_bias))
         inner = inner.unflatten(-1, (-1, kind.head_dim))
         g = -self.A_log.exp() * dt

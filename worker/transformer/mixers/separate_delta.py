@@ -16,8 +16,7 @@ from quire.worker.layers.linear import (
     WeightFormat,
 )
 from quire.worker.layers.moe import give_other_parts
-from quire.worker.layers.norm import rms_norm
-from quire.worker.layers.rowwise import l2_norm, sigmoid, silu, softplus
+from quire.worker.layers.rowwise import sigmoid, silu, softplus
 from quire.worker.parallel import tp
 from quire.worker.spec.model import ModelSpec
 from quire.worker.spec.state import DeltaSpec
@@ -69,14 +68,14 @@ class SeparateDelta(StateMixer):
         step, kind = self.state.step(call.attn), self.spec
         conv, states = self.state.pages
         q, k, v = self.conv1d(self.qkv_proj(x), conv, step).split(self.sizes, -1)
-        q, k = (l2_norm(heads.unflatten(-1, (self.num_k_heads, kind.k_dim))) for heads in (q, k))
+        q, k = (self.ops.l2_norm(heads.unflatten(-1, (self.num_k_heads, kind.k_dim))) for heads in (q, k))
         v = v.unflatten(-1, (self.num_v_heads, kind.v_dim))
         g = self._decay(self.decay_proj(x).float() + self.dt_bias)
         beta = sigmoid(self.b_proj(x).float()) * (2.0 if kind.neg_eigval else 1.0)
         o = self.ops.gated_delta_rule(q * kind.k_dim**-0.5, k, v, g, beta, states, step)
         o, x = call.needed(o), call.needed(x)
         gate = _GATES[kind.gate](self.gate_proj(x).float())
-        o = rms_norm(o, self.o_norm, self.eps) * gate.view_as(o)
+        o = self.ops.state_norm(o, self.o_norm, self.eps) * gate.view_as(o)
         return self.o_proj(o.flatten(1).to(x.dtype))
 
     def _decay(self, raw: torch.Tensor) -> torch.Tensor:
@@ -98,7 +97,7 @@ def _fused(prefix: str, rows: dict[str, int], mine: dict[str, list[tuple[int, in
 def _projection(
     spec: ModelSpec, kind: DeltaSpec, prefix: str, name: str, size: int, weights: WeightFormat
 ) -> nn.Module:
-    """This rank's rows of the projection `name` to `size` values: one matrix or, of low rank, two."""
+    """Return this rank's rows of the projection `name` to `size` values: one matrix or, of low rank, two."""
     ((start, length),) = split([size], tp().rank, tp().size)
     if not kind.low_rank:
         whole = f"{prefix}.{name}_proj"

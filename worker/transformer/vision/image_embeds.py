@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ImageEmbeds:
-    """N placeholders among the tokens of a step, and the columns of what `VisionTower.encode` returns for them."""
+    """N placeholders among the tokens of a step, and their rows of the result of `VisionTower.encode`."""
 
     rows: torch.Tensor  # [N] int64, ascending
     values: torch.Tensor  # [N, H * (1 + num_deep)]

@@ -46,7 +46,7 @@ def linear(
 
 
 def named(norm: Norm, name: str) -> Norm:
-    """`norm` with the tensors `name`.weight and `name`.bias of the checkpoint."""
+    """Return `norm` with the tensors `name`.weight and `name`.bias of the checkpoint."""
     for key, parameter in norm.named_parameters():
         view = getattr(parameter, "view_of_tensor", None)
         parameter.parts = [Part(f"{name}.{key}", tuple(parameter.shape), view=view)]
@@ -86,7 +86,7 @@ class PatchEmbedding(ColumnParallelLinear):
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of every patch to all patches of its image, `[T, heads, D]` each, for images of `lengths` patches.
+    """Attend from every patch to all patches of its image, `[T, heads, D]` each, for images of `lengths` patches.
 
     Neighbours of equal length share a call. `scale` is D ** -0.5 by default.
     """

@@ -20,24 +20,25 @@ class VisionTower(nn.Module):
     Parameters list their `Part`s with names of one generation of files, e.g. "visual.merger.mlp.0.weight" or
     "vision_tower.ln_pre.weight". The loader also finds them with "model." in front, or without it. A parameter without
     parts is not allowed. Every parameter must be in the files; tensors below `prefixes` that no parameter uses are
-    skipped. Weights are in the model's dtype also if the language model is quantized; `--quantization` leaves them, but
-    for `int8` and audio.
+    skipped. Weights are in the model's dtype also if the language model is quantized; `--quantization` leaves them
+    unchanged, except for `int8` and audio.
     """
 
     # beginnings of the names of the checkpoint's tensors that belong to the tower, in the same generation
     prefixes: ClassVar[tuple[str, ...]]
     patches_per_embed: int = 1  # patches of an image that make one embedding
+    one_by_one = False  # whether images are encoded alone, so that none changes the bits of another
 
     @classmethod
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
-        """Facts about the images of the model with this config.json. Families override it for a placeholder that the
-        file names in another way, bidirectional images, deepstack and mrope. Raises ValueError, naming the key, for
+        """Return facts about the images of the model with this config.json. Families override it for a placeholder that
+        the file names in another way, bidirectional images, deepstack and mrope. Raises ValueError, naming the key, for
         settings that are not supported.
         """
         return VisionSpec(architecture, config, read_image_token_id(config))
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
-        """`config` is the whole config.json."""
+        """Read the sizes; `config` is the whole config.json."""
         super().__init__()
 
     def bytes_per_embed(self) -> int:
