@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from quire.configs import platforms
 from quire.configs.fields import opt
 from quire.configs.kv_events import read_kv_events
 from quire.configs.kv_transfer import KVTransferSettings, read_kv_transfer
@@ -22,7 +23,7 @@ from quire.configs.speculation import read_speculation
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The model and its tokenizer, and how to read them."""
+    """Settings of the model and its tokenizer."""
 
     model: str = opt("", "folder, GGUF file or Hub id", everyday=True)
     tokenizer: str | None = opt(None, "folder or Hub id of the tokenizer (default: the model's)")
@@ -62,7 +63,7 @@ class ModelConfig:
         aliases={"last": "lasttoken", "rank": "auto"},
     )
     matryoshka: bool = opt(
-        False, "shorten embeddings to the dimensions asked for, though the model's files do not say that they can be"
+        False, "shorten embeddings to the requested dimensions, even if the model's files do not declare support for it"
     )
     load_format: str = opt(
         "auto", "safetensors reads the files; dummy makes random weights", choices=("auto", "safetensors", "dummy")
@@ -83,12 +84,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged KV cache."""
+    """Settings of the paged KV cache."""
 
     block_size: int | None = opt(None, "tokens per KV block (default: chosen by the attention backend)", minimum=1)
     gpu_memory_utilization: float = opt(
         0.9,
-        "fraction of the device's memory to use; on CPU, of the RAM that is free at start",
+        "fraction of the device's memory to use; on CPU: of the RAM that is free at start",
         everyday=True,
         above=0,
         maximum=1,
@@ -183,11 +184,24 @@ class CacheConfig:
 
     @property
     def transfer(self) -> KVTransferSettings:
-        """Blocks that go to other servers and come from them."""
+        """Settings for sending KV blocks to other servers and reading theirs."""
         found = read_kv_transfer(self.kv_transfer_config) if self.kv_transfer_config else KVTransferSettings()
         return replace(found, host=self.kv_transfer_host or found.host, port=self.kv_transfer_port or found.port)
 
-    def of_engine(self, index: int, num_ranks: int) -> CacheConfig:
+    def with_places_of(self, own: CacheConfig) -> CacheConfig:
+        """Return the settings with the addresses and folders of `own`, those of another machine. Its port holds if it
+        has one.
+        """
+        port = own.transfer.port
+        return replace(
+            self,
+            kv_transfer_host=own.transfer.host,
+            kv_transfer_port=self.transfer.port if port == KVTransferSettings().port else port,
+            kv_disk=own.kv_disk,
+            slot_save_path=own.slot_save_path,
+        )
+
+    def for_engine(self, index: int, num_ranks: int) -> CacheConfig:
         """Return the settings of one of several engines, each of whose ranks has a port."""
         port = self.transfer.port
         return replace(self, kv_transfer_port=port + index * num_ranks) if index else self
@@ -232,7 +246,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The number of processes, and where they run."""
+    """Settings of ranks, engines and machines."""
 
     tensor_parallel_size: int = opt(1, "number of ranks that split every layer", everyday=True, minimum=1)
     pipeline_parallel_size: int = opt(1, "number of ranks that split the model by layers", minimum=1)
@@ -258,22 +272,95 @@ class ParallelConfig:
     node_rank: int = opt(0, "number of this machine; the first, 0, serves, the others are --headless", minimum=0)
     master_addr: str = opt("127.0.0.1", "address of the first machine, at which the others reach it")
     master_port: int = opt(29501, "port of the first machine for the others", minimum=1, maximum=65535)
+    data_parallel_size_local: int | None = opt(
+        None, "number of engines on this machine (default: all, or an equal part of --nnodes)", minimum=0
+    )
+    data_parallel_start_rank: int = opt(0, "number of the first engine of this machine", minimum=0)
+    data_parallel_rank: int | None = opt(
+        None, "number of this server's only engine; a balancer chooses among the servers", minimum=0
+    )
+    data_parallel_hybrid_lb: bool = opt(
+        False, "serve the engines of this machine alone; a balancer chooses among the servers"
+    )
+    data_parallel_address: str = opt(
+        "127.0.0.1", "address of the machine that serves, at which other machines' engines reach it"
+    )
+    data_parallel_rpc_port: int = opt(29550, "port of that machine for the engines", minimum=1, maximum=65535)
     debug_check_ranks: bool = opt(
         False, "compare the sampled tokens of all tensor-parallel ranks after every step, and fail if they differ"
     )
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of one engine."""
+        """Return the number of ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks on each machine."""
+        """Return the number of ranks on each machine."""
         return self.world_size // self.nnodes
 
+    @property
+    def local_engines(self) -> range:
+        """Return the numbers of the engines on this machine; a single engine may have ranks on others."""
+        if self.data_parallel_size == 1:
+            return range(1)
+        if self.data_parallel_rank is not None:
+            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
+        count, start = self.data_parallel_size_local, self.data_parallel_start_rank
+        if count is None:
+            count = self.data_parallel_size // self.nnodes if self.nnodes > 1 else self.data_parallel_size - start
+        start = start or self.node_rank * count
+        return range(start, start + count)
+
+    @property
+    def has_own_balancer(self) -> bool:
+        """Return whether a balancer in front chooses among servers, each with the engines of its machine."""
+        return self.data_parallel_hybrid_lb or self.data_parallel_rank is not None
+
+    @property
+    def names_machines(self) -> bool:
+        """Return whether the settings put ranks or engines on other machines."""
+        if self.data_parallel_size > 1 and self.has_own_balancer:
+            return False
+        return self.nnodes > 1 or len(self.local_engines) < self.data_parallel_size
+
+    @property
+    def spans_machines(self) -> bool:
+        """Return whether ranks or engines may run on other machines, without shared memory: Ray may use any machine."""
+        return self.distributed_executor_backend == "ray" or self.names_machines
+
+    @property
+    def rendezvous(self) -> tuple[str, int]:
+        """Return the address at which the engines of other machines join."""
+        default = type(self)().data_parallel_address
+        use_master = self.nnodes > 1 and self.data_parallel_address == default
+        return self.master_addr if use_master else self.data_parallel_address, self.data_parallel_rpc_port
+
+    def on_this_machine(self) -> ParallelConfig:
+        """Return the settings for the engines of this machine, each of which is whole."""
+        if self.data_parallel_size == 1:
+            return self
+        alone = ParallelConfig()
+        names = "nnodes node_rank data_parallel_size_local data_parallel_start_rank data_parallel_rank "
+        reset = {name: getattr(alone, name) for name in (names + "data_parallel_hybrid_lb").split()}
+        return replace(self, data_parallel_size=len(self.local_engines), **reset)
+
     def check_nodes(self, headless: bool) -> None:
-        """Raise ValueError for machines that do not fit the ranks or each other."""
+        """Raise ValueError for machines that do not fit the ranks or each other, and for a system that lacks what
+        several machines need.
+        """
+        if (headless or self.names_machines) and not platforms.can_join_machines():
+            raise ValueError(
+                "ranks and engines on several machines need Linux: leave out --nnodes, --headless, "
+                "--data-parallel-size-local and --data-parallel-start-rank"
+            )
+        if self.data_parallel_size > 1:
+            return self._check_engines(headless)
+        for name in ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank"):
+            if (value := getattr(self, name)) not in (None, 1 if name.endswith("local") else 0):
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} {value} needs --data-parallel-size, the number of all engines")
         if headless and not self.node_rank:
             raise ValueError("--headless needs --node-rank 1 or more: the first node serves")
         if self.node_rank >= self.nnodes:
@@ -289,21 +376,46 @@ class ParallelConfig:
             )
         if self.executor != "mp":
             raise ValueError(f"--nnodes {self.nnodes} needs --distributed-executor-backend mp, not {self.executor}")
-        if self.data_parallel_size > 1:
+
+    def _check_engines(self, headless: bool) -> None:
+        """Raise ValueError for engines that no machine has, and for a machine without any."""
+        size, mine = self.data_parallel_size, self.local_engines
+        if self.nnodes > 1 and self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank {self.node_rank} must be less than --nnodes {self.nnodes}")
+        if self.nnodes > 1 and self.data_parallel_size_local is None and size % self.nnodes:
             raise ValueError(
-                f"--nnodes {self.nnodes} divides one engine; for --data-parallel-size {self.data_parallel_size} over "
-                "machines start a server on each, with a router before them"
+                f"--nnodes {self.nnodes} does not divide --data-parallel-size {size}: an engine of several machines is "
+                "the only one"
             )
+        if mine.stop > size:
+            raise ValueError(
+                f"engine {mine.stop - 1} of this machine must be less than --data-parallel-size {size} "
+                f"(--data-parallel-start-rank {mine.start}, --data-parallel-size-local {len(mine)})"
+            )
+        # a machine without engines may serve the engines of one other machine, whose flags say that it has all of them
+        has_all = self.data_parallel_size_local == size
+        if headless and (self.has_own_balancer or not mine or not (mine.start or has_all)):
+            raise ValueError(
+                "--headless needs --data-parallel-start-rank 1 or more, or --node-rank: the machine that serves has "
+                "the first engines"
+            )
+        if not headless and mine.start and not self.has_own_balancer:
+            raise ValueError(
+                f"engine {mine.start} needs --headless: only the machine with the first engines serves "
+                "(--data-parallel-hybrid-lb: each serves its own)"
+            )
+        if self.has_own_balancer and not mine:
+            raise ValueError("--data-parallel-size-local 0 has nothing to serve with --data-parallel-hybrid-lb")
 
     @property
     def executor(self) -> str:
-        """The value of `distributed_executor_backend`, or its default: uniproc for one rank, else mp."""
+        """Return `distributed_executor_backend`, or its default: uniproc for one rank, else mp."""
         return self.distributed_executor_backend or ("uniproc" if self.world_size == 1 else "mp")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """The device and how it is used."""
+    """Settings of the device."""
 
     device: str = opt(
         "auto",
@@ -323,8 +435,8 @@ class DeviceConfig:
     deterministic: bool | None = opt(
         None,
         (
-            "make a request's tokens and log-probabilities independent of other requests, bit for bit (CPU, bfloat16, "
-            "one rank; default: auto, which is on where it costs less than 5 %)"
+            "make a request's tokens and log-probabilities independent of other requests, bit for bit (CPU: bfloat16, "
+            "one rank; GPU: weights that are not quantized; default: auto, which is on where it costs less than 5 %)"
         ),
     )
     cpu_level: str = opt(
@@ -351,7 +463,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All sections. Give a component its own section, not this."""
+    """Holds all sections. Give a component its own section instead."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

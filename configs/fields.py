@@ -32,7 +32,7 @@ def opt(
 
     `unit` is "bytes" (suffixes allowed), "length" (a number of tokens, or auto) or "mapping" (`image=4`, or a JSON
     object; the value is JSON). `minimum`, `above` (exclusive) and `maximum` bound a number. `hidden_choices` are
-    accepted but not advertised, as texts are that match the regular expression `other_choices`; `aliases` are other
+    accepted but not advertised, like texts that match the regular expression `other_choices`; `aliases` are other
     spellings of choices, `other_name` one of the setting itself; a `secret` value is never printed; a `removed` setting
     is accepted without effect, and its help says why; `check` raises ValueError for a wrong value. `configs/options.py`
     checks all of this.

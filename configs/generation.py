@@ -1,4 +1,4 @@
-"""`--override-generation-config`: the default sampling parameters that a server may have."""
+"""Parses `--override-generation-config`: the server's default sampling parameters."""
 
 from __future__ import annotations
 

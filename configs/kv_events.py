@@ -1,4 +1,4 @@
-"""`--kv-events-config`: vLLM's JSON, read and checked."""
+"""Parses `--kv-events-config`, which is vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEYS = (
 @dataclass(frozen=True, slots=True)
 class KVEventsSettings:
     """The destination of KV events. `event_format` is how an event is written: as a map with names, as vLLM's newest
-    releases do, or as an array, as vLLM did until 0.23 and as llm-d's and AIBrix's indexers expect.
+    releases do, or as an array, as vLLM did until 0.23 and as AIBrix's indexer and older ones of llm-d expect.
     """
 
     endpoint: str = "tcp://*:5557"
@@ -35,7 +35,7 @@ class KVEventsSettings:
     topic: str = ""
     event_format: str = "map"
 
-    def of_engine(self, index: int) -> KVEventsSettings:
+    def for_engine(self, index: int) -> KVEventsSettings:
         """Return the settings of one of several engines: its ports are `index` higher, its other addresses end
         in it.
         """

@@ -1,4 +1,4 @@
-"""`--kv-transfer-config`: vLLM's JSON, read and checked."""
+"""Parses `--kv-transfer-config`, which is vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 GIB = 1 << 30
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
-# vLLM's connectors by their purpose; all that move blocks between servers are one transport here
+# vLLM's connectors by purpose; all that move blocks between servers use one transport here
 _TRANSFER = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
 _TRANSFER += ("P2pNcclConnector",)
 _STORES = ("LMCacheConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "MooncakeStoreConnector")
 _OFFLOADING, _MULTI = "OffloadingConnector", "MultiConnector"
-# keys of vLLM that say how its own transports work
+# keys of vLLM that configure its own transports
 _IGNORED = {"engine_id", "kv_buffer_device", "kv_rank", "kv_parallel_size", "kv_connector_module_path"}
 _IGNORED |= {"enable_permute_local_kv", "kv_load_failure_policy"}
-# of servers that a request may name: this machine, private networks, and those of carriers, which clusters use
+# servers that a request may name: this machine, private networks, and carriers' networks, which clusters use
 PRIVATE = (
     "localhost", "127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7",
 )  # fmt: skip
@@ -26,17 +26,17 @@ _KEYS = {"kv_connector", "kv_role", "kv_ip", "kv_port", "kv_buffer_size", "kv_co
 
 @dataclass(frozen=True, slots=True)
 class KVTransferSettings:
-    """Blocks that go to other servers and come from them, and the tiers that connectors ask for."""
+    """Settings for sending KV blocks to other servers and reading theirs, and the tiers that connectors ask for."""
 
     role: str = ""  # one of ROLES; "": blocks stay on this server
     host: str = "127.0.0.1"
     port: int = 5600
-    buffer_bytes: int = 1_000_000_000  # of blocks that wait for consumers, per engine
+    buffer_bytes: int = 1_000_000_000  # maximum size of blocks that wait for consumers, per engine
     offload_gib: float | None = None
     folder: str | None = None
     allowed_hosts: tuple[str, ...] = PRIVATE  # names, addresses and networks whose blocks are read
-    backends: tuple[str, ...] = ()  # of NIXL, such as UCX; none: it is not used
-    notes: tuple[str, ...] = ()  # what has no effect, and why
+    backends: tuple[str, ...] = ()  # NIXL's backends, such as UCX; (): NIXL is not used
+    notes: tuple[str, ...] = ()  # keys without effect, with the reason
 
     @property
     def sends(self) -> bool:
@@ -138,7 +138,7 @@ def _whole(key: str, value: Any, least: int, most: int) -> int:
 
 
 def _offloading(extra: dict[str, Any]) -> KVTransferSettings:
-    """vLLM's tiers: `cpu_bytes_to_use` of RAM, and the first folder of `secondary_tiers`."""
+    """Return vLLM's tiers: `cpu_bytes_to_use` of RAM, and the first folder of `secondary_tiers`."""
     size = extra.get("cpu_bytes_to_use", extra.get("cpu_bytes_to_use_per_rank"))
     gib = None if size is None else _whole("cpu_bytes_to_use", size, 0, 1 << 50) / GIB
     folder, notes = None, []

@@ -1,4 +1,4 @@
-"""The format of a log line: as text, or as a JSON object for programs that collect logs."""
+"""Formats log lines as text, or as JSON objects for programs that collect logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOGGERS = {"vllm": "quire", "uvicorn": "quire", "uvicorn.error": "quire", "uvic
 
 
 def formatter(kind: str, process: str) -> logging.Formatter:
-    """`kind` is text or json; `process` is the name of the process, which every line has."""
+    """Return the formatter of a `kind`, text or json. Every line has the name of the process, `process`."""
     if kind == "json":
         return _Json(process)
     return logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s")

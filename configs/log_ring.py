@@ -1,4 +1,4 @@
-"""The newest lines of a process's log that are warnings or worse, for the page at `/` and /server_info."""
+"""Keeps the newest warnings and errors of a process's log, for the page at `/` and /server_info."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Line(TypedDict):
 
 
 class LogRing(logging.Handler):
-    """Keeps the lines; one is a handler of the root logger."""
+    """Keeps the lines. A process adds one as a handler of its root logger."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Every field of `Config`'s sections as an option with three spellings: flag `--max-model-len`, YAML key
+"""Turns each field of `Config`'s sections into an option with three spellings: flag `--max-model-len`, YAML key
 `max_model_len`, variable `QUIRE_MAX_MODEL_LEN`.
 
 `Option.parse` is the only check of a value's type, choices and range, for all sources of values. Its errors name the
@@ -26,7 +26,7 @@ from quire.configs.peers.table import rows
 logger = logging.getLogger("quire")
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
-NEAR = 0.8  # least likeness, at most 1, of names that are typing errors
+NEAR = 0.8  # minimum similarity, at most 1, of a name to count as a typing error
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -65,7 +65,7 @@ class Option:
 
     @property
     def flags(self) -> list[str]:
-        """The flag, and the one of the setting's other name."""
+        """Return the flag, and the flag of the setting's other name."""
         return ["--" + name.replace("_", "-") for name in (self.name, self.other_name) if name]
 
     @property
@@ -89,6 +89,8 @@ class Option:
     def _parse_one(self, value: Any, spelling: str) -> Any:
         if self.optional and (value is None or (self.type is bool and value == "auto")):
             return None
+        if isinstance(value, str) and not is_utf8(value):
+            raise ValueError(f"{spelling}: {value!a} is not UTF-8; rename the file")
         try:
             result = self._convert(value)
         except (ValueError, TypeError, OverflowError):
@@ -154,7 +156,7 @@ class Option:
 
 
 def _json_list(value: Any) -> list[Any]:
-    """Return the items of a list that is written as JSON, as vLLM has it, or the one value."""
+    """Return the items of a list written as JSON, as in vLLM, or the one value."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             found = json.loads(value)
@@ -162,6 +164,11 @@ def _json_list(value: Any) -> list[Any]:
             return [value]
         return found if isinstance(found, list) else [value]
     return [value]
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a name of a file, for example, can be sent to clients and engines."""
+    return not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def parse_bool(value: Any) -> bool:
@@ -173,8 +180,8 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_count(value: Any) -> int:
-    """4096, "4096", "32k" = 32,000, "32K" = 32,768, "4GiB" = "4G", "1.5g" = 1,500,000,000: small letters are decimal,
-    capital ones binary, as in vLLM.
+    """Parse 4096, "4096", "32k" = 32,000, "32K" = 32,768, "4GiB" = "4G", "1.5g" = 1,500,000,000: small letters are
+    decimal, capital ones binary, as in vLLM.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?B)?", str(value))
     if not match or (match[3] and match[2] in ("", *"kmgt")) or match[3] == "B":
@@ -242,8 +249,8 @@ def _section_options(section: str, cls: type) -> Iterable[Option]:
 
 
 def _value_type(hint: Any) -> tuple[type, bool, bool]:
-    """(type of one value, may be None, is a list) of an annotation: `int | None` -> (int, True, False), `list[str]` ->
-    (str, False, True).
+    """Return (type of one value, may be None, is a list) of an annotation: `int | None` -> (int, True, False),
+    `list[str]` -> (str, False, True).
     """
     if typing.get_origin(hint) is list:
         return typing.get_args(hint)[0], False, True
@@ -266,9 +273,9 @@ def unknown_setting(name: str, spelling: str | None = None) -> ValueError:
 
 
 def in_python(settings: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], Translation]:
-    """(quire's settings, the translation of other servers' ones) of values by name, of a file or of `LLM`.
+    """Split values by name, from a file or `LLM`, into (quire's settings, the translation of other servers' settings).
 
-    Raises ValueError for a name that no server has, naming `where` it stands.
+    Raises ValueError for a name that no server has; the message starts with `where`.
     """
     own, others = {}, []
     for key, value in settings.items():
@@ -283,7 +290,7 @@ def in_python(settings: Mapping[str, Any], where: str = "") -> tuple[dict[str, A
 
 
 def removed_settings(config: Config) -> list[str]:
-    """Return a warning for each setting that `config` changes although it has no effect any more."""
+    """Return a warning for each setting of `config` that was changed but has no effect any more."""
     return [
         f"{option.flag} {value}: {option.help}"
         for option in all_options().values()

@@ -1,4 +1,4 @@
-"""Answers all questions about the operating system: the functions that some systems lack, and their substitutes.
+"""Wraps functions that some operating systems lack, with substitutes.
 
 Other modules ask here instead of using names of `os`, `resource` and `mmap` that only some systems have.
 """
@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -30,7 +31,7 @@ def usable_cpus() -> set[int]:
 
 
 def process_exists(pid: int) -> bool:
-    """Return whether a process has this id."""
+    """Return whether a process with this id exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -58,6 +59,28 @@ def _prctl(option: int, value: bytes | int) -> None:
         prctl(option, value, 0, 0, 0)
 
 
+def can_join_machines() -> bool:
+    """Return whether the system ends connections to machines that are silent, and tells the end of a process."""
+    return hasattr(socket, "TCP_USER_TIMEOUT") and hasattr(os, "pidfd_open")
+
+
+def end_after_silence(connected: socket.socket, seconds: int) -> None:
+    """Let a connection end when the other machine does not answer. Needs `can_join_machines`."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 2),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, (seconds - 2) // 2),
+        (socket.TCP_USER_TIMEOUT, seconds * 1000),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def open_process(pid: int) -> int:
+    """Return a descriptor that is readable once the process has ended. Needs `can_join_machines`."""
+    return os.pidfd_open(pid)
+
+
 def shared_memory(num_bytes: int) -> Path | None:
     """Return the folder of files in memory, if there is one with room for `num_bytes`."""
     with contextlib.suppress(OSError):
@@ -82,8 +105,7 @@ def limit_memory(num_bytes: int) -> bool:
 
 
 def open_files_limits() -> tuple[int, int]:
-    """Return (how many files this process may open, how many it may allow itself); UNLIMITED where there is no limit.
-    """
+    """Return the (soft, hard) limits of open files; UNLIMITED where there is no limit."""
     limit = getattr(resource, "RLIMIT_NOFILE", None)
     return (UNLIMITED, UNLIMITED) if limit is None else resource.getrlimit(limit)
 
@@ -95,13 +117,13 @@ def set_open_files_limit(soft: int, hard: int) -> None:
 
 
 def schedule_thread_as_batch() -> None:
-    """Have the system prefer other threads to the calling one, where it can (Linux)."""
+    """Lower the scheduling preference of the calling thread, where the system can (Linux)."""
     if hasattr(os, "sched_setscheduler") and hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
 
 
 def advise_huge_pages(memory: mmap.mmap, start: int, size: int) -> None:
-    """Ask for huge pages, which only Linux grants on request, and not every kernel of it."""
+    """Ask for huge pages, which only some Linux kernels grant on request."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, start, size)

@@ -1,4 +1,4 @@
-"""Work at a lower priority than the rest of the process."""
+"""Runs work at a lower priority than the rest of the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Report = Callable[[str, float], None]  # (phase, fraction of it)
 
 
 def run_nice(niceness: int, function: Callable[[Report], T], report: Report) -> T:
-    """Return `function(report)`, run in a thread that is nicer than the process by this (0 to 19). `report` is called
+    """Return `function(report)`, run in a thread whose niceness is higher by `niceness` (0 to 19). `report` is called
     in this thread.
 
     Threads that the function starts have the same niceness; a thread cannot be given its priority back, so they should

@@ -1,4 +1,4 @@
-"""`--forwarded-allow-ips`: the proxies whose headers about the client are believed, as uvicorn reads them."""
+"""Parses `--forwarded-allow-ips`: the proxies whose headers about the client are trusted, in uvicorn's form."""
 
 from __future__ import annotations
 

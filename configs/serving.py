@@ -1,4 +1,4 @@
-"""Sections of the HTTP server, and of the images and adapters that its requests name."""
+"""Defines the sections of the HTTP server, and of the images and adapters that its requests name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from quire.configs.fields import opt
 from quire.configs.generation import read_generation
-from quire.configs.media_limits import read_media_limits
+from quire.configs.media_limits import read_media_io, read_media_limits
 from quire.configs.origins import read_origins
 from quire.configs.proxies import read_proxies
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP side."""
+    """Settings of the HTTP server."""
 
     host: str = opt("127.0.0.1", "address to listen on", everyday=True)
     port: int = opt(8000, "port to listen on (0: any free one)", everyday=True, minimum=0, maximum=65535)
@@ -23,7 +23,10 @@ class ServerConfig:
         everyday=True,
         minimum=1,
     )
-    headless: bool = opt(False, "serve nothing: run ranks for the node at --master-addr")
+    headless: bool = opt(
+        False,
+        "serve nothing: run ranks for the node at --master-addr, or engines for the server at --data-parallel-address",
+    )
     uds: str | None = opt(None, "listen on this Unix domain socket instead of host and port")
     address_file: str | None = opt(
         None, "write the address of the server to this file, for `quire health`", metavar="FILE"
@@ -198,7 +201,10 @@ class ServerConfig:
     )
     step_timeout: float = opt(
         300.0,
-        ("seconds without a finished step after which the engine is restarted, with its stacks in the log (0: never)"),
+        (
+            "seconds without a finished step after which the engine is restarted, with its stacks in the log; while it "
+            "starts ten times as many (0: never)"
+        ),
         minimum=0,
     )
     health_stall_timeout: float = opt(
@@ -282,7 +288,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class MediaConfig:
-    """Images of requests, for models that read them."""
+    """Settings for images and videos of requests."""
 
     allowed_media_domains: list[str] = opt(
         [],
@@ -296,7 +302,7 @@ class MediaConfig:
     )
     limit_mm_per_prompt: str | None = opt(
         None,
-        'maximum number of images of a prompt, as image=4 or {"image": 4} (default: 32)',
+        'maximum number of images and videos of a prompt, as image=4 or {"image": 4, "video": 1} (default: 32 and 4)',
         unit="mapping",
         check=read_media_limits,
     )
@@ -320,11 +326,27 @@ class MediaConfig:
     )
     max_image_pixels: int = opt(1 << 26, "maximum width times height of an image", minimum=1024, maximum=1 << 27)
     media_timeout: float = opt(5.0, "seconds for loading an image by URL, redirects included", above=0, maximum=600)
+    media_io_kwargs: str | None = opt(
+        None,
+        'how the frames of videos are chosen, as JSON: {"video": {"num_frames": 40, "fps": 2}} (default: as the model '
+        "says); the fewer frames count",
+        unit="mapping",
+        check=read_media_io,
+    )
+    max_video_bytes: int = opt(
+        100 << 20,
+        "maximum size of a video file (suffixes K, M, G)",
+        metavar="BYTES",
+        unit="bytes",
+        minimum=1024,
+    )
+    max_video_seconds: float = opt(3600.0, "maximum length of a video", above=0)
+    video_timeout: float = opt(60.0, "seconds for decoding a video", above=0, maximum=3600)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """LoRA adapters: fine-tunes that share the model's weights."""
+    """Settings of LoRA adapters: fine-tunes that share the model's weights."""
 
     enable_lora: bool = opt(False, "serve LoRA adapters (implied by --lora-modules and --lora-dir)")
     lora_modules: list[str] = opt(

@@ -1,4 +1,4 @@
-"""The section of a server of several models."""
+"""Defines the section of a server with several models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from quire.configs.fields import opt
 
 FOREVER = -1.0
+_LONGEST = 2**63 / 1e9  # seconds, of Go's durations: 292 years
 LOAD_NICENESS = 8
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
@@ -15,10 +16,10 @@ _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
 
 def read_duration(value: str | float) -> float:
     """Return the seconds of a duration as Go and Ollama write it (5m, 1h30m), or of a number of them; FOREVER if it is
-    negative. Raises ValueError.
+    negative or longer than Go's longest one. Raises ValueError.
     """
     if not isinstance(value, str):
-        return FOREVER if value < 0 else float(value)
+        return FOREVER if value < 0 or value > _LONGEST else float(value)
     text = value.strip()
     sign, digits = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
     if re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,9})?", digits):
@@ -28,12 +29,12 @@ def read_duration(value: str | float) -> float:
         if not parts or "".join(map("".join, parts)) != digits:
             raise ValueError(f"{text!r} is no duration such as 5m or 1h30m, and no number of seconds")
         seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
-    return FOREVER if sign < 0 else seconds
+    return FOREVER if sign < 0 or seconds > _LONGEST else seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsConfig:
-    """The models of a server, and how long they stay loaded."""
+    """Settings of a server's models and of how long they stay loaded."""
 
     models: list[str] = opt(
         [], "further models, which load when a request names them: `quire serve A B` is the same", repeat=True

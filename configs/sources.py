@@ -20,6 +20,7 @@ from quire.configs.options import (
     removed_settings,
     suggestion,
 )
+from quire.configs.peers.engines import engine_settings
 from quire.configs.peers.reading import Given, Translation, from_environment, translate
 from quire.configs.peers.table import rows
 
@@ -31,11 +32,12 @@ _OTHER_VARIABLES = ("QUIRE_CONFIG", "QUIRE_CACHE")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The values that were set, for each a readable description of its source, and the flags without effect."""
+    """Holds the values that were set, a readable source of each, and the flags without effect."""
 
     values: dict[str, Any]
     sources: dict[str, str]
     warnings: list[str] = field(default_factory=list)
+    without_effect: list[Given] = field(default_factory=list)  # flags of other servers
 
     def config(self) -> Config:
         return Config.from_flat(**self.values)
@@ -66,6 +68,8 @@ def resolve(
         _set(settings, option, value, option.flag, "command line")
     _add_translated(settings, _without_repetition(translate(others), flags))
     _add_connectors(settings)
+    for name, value in engine_settings(settings.without_effect, settings.values).items():
+        settings.values[name], settings.sources[name] = value, "--data-parallel-external-lb"
     if settings.values.get("strict_flags"):
         _refuse_warnings(settings)
     return settings
@@ -77,7 +81,7 @@ def _refuse_warnings(settings: Settings) -> None:
 
 
 def _without_repetition(found: Translation, flags: Mapping[str, Any]) -> Translation:
-    """`found`, after a check that no flag of quire sets the same to something else."""
+    """Return `found` after checking that no flag of quire sets the same setting to another value."""
     for name, value in found.settings.items():
         option = all_options()[name]
         if name in flags and option.parse(flags[name], option.flag) != option.parse(value, found.spelled[name]):
@@ -107,8 +111,9 @@ def _set(settings: Settings, option: Option, value: Any, spelling: str, source: 
 
 
 def _add_translated(settings: Settings, found: Translation, source: str | None = None) -> None:
-    """Add the settings of other servers' names, of which `source` is the beginning; without it, of the command line."""
+    """Add settings translated from other servers' names. `source` is the prefix of their source; None: command line."""
     settings.warnings.extend(found.warnings)
+    settings.without_effect.extend(found.without_effect)
     for name, value in found.settings.items():
         spelling = found.spelled[name]
         where = "command line" if source is None else source if source.startswith("file") else source + spelling
@@ -129,7 +134,7 @@ def _add_environment(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def _hint(variable: str, variables: Mapping[str, Option]) -> str:
-    """Return the setting that another server's name in a QUIRE_ variable means, or the nearest name."""
+    """Return the setting that an unknown QUIRE_ variable means by another server's name, or the nearest name."""
     row = rows().get("--" + variable.removeprefix("QUIRE_").lower().replace("_", "-"))
     if row is None:
         return suggestion(variable, variables)

@@ -1,4 +1,4 @@
-"""`--speculative-config`: vLLM's JSON, read and checked."""
+"""Parses `--speculative-config`, which is vLLM's JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prom
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """The drafter and its number of tokens: `num_draft` of each request in every step, or None to adapt to their gain.
+    """Settings of the drafter: `num_draft` tokens of each request in every step, or None to adapt to their gain.
 
     `min_match` and `max_match` are how many of the last tokens method ngram looks up.
     """
@@ -66,12 +66,12 @@ def read_speculation(text: str) -> SpeculationSettings:
 
 
 def draft_model_of(text: str | None) -> str | None:
-    """Return the draft model, or the EAGLE-3 head, that `--speculative-config` names, if it does."""
+    """Return the draft model or EAGLE-3 head that `--speculative-config` names, or None."""
     return read_speculation(text).model if text is not None else None
 
 
 def from_parts(given: Mapping[str, str]) -> str:
-    """`--speculative-config` of the texts of other servers' flags, by key. Raises ValueError naming the key."""
+    """Return `--speculative-config` for texts of other servers' flags, by key. Raises ValueError naming the key."""
     values: dict[str, object] = {}
     for key, text in given.items():
         if key == "method":
@@ -91,7 +91,7 @@ def from_parts(given: Mapping[str, str]) -> str:
 
 
 def _method(text: str) -> str:
-    """Return the method of llama.cpp's and SGLang's types, which may be several, separated by commas."""
+    """Return the method for llama.cpp's or SGLang's types, which are separated by commas."""
     types = [name.strip().lower() for name in text.split(",")]
     for name in types:
         if name not in (*_TYPES, *METHODS):

@@ -1,4 +1,4 @@
-"""Calls of servers: what `EngineCalls` declares, run between two steps."""
+"""Calls of servers: the methods that `EngineCalls` declares, run between two steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.worker.messages import WorkerCalls
 
 
 class Calls:
-    """`send` sends outputs of requests to their servers. A `Later` is run in parts, between several steps."""
+    """Implements `EngineCalls`. `send` sends outputs to servers. A `Later` runs in parts, between several steps."""
 
     def __init__(self, scheduler: Scheduler, workers: WorkerCalls, send: Callable[[Outputs], None]):
         self._scheduler, self._workers, self._send = scheduler, workers, send

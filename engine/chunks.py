@@ -6,14 +6,14 @@ from quire.engine.encoder_cache import EncoderCache
 from quire.engine.kv.manager import KVCacheManager
 from quire.engine.request import Request
 
-# prompt tokens with log-probabilities in a step: each costs a row of logits, and a request that arrives waits for the
-# steps in flight. Each gets at least the second number, so that none holds up those after it.
+# maximum prompt tokens with log-probabilities in a step: each costs a row of logits, and an arriving request waits for
+# the steps in flight. Each request gets at least LEAST_SCORED, so that it does not hold up those after it.
 SCORED_CHUNK, LEAST_SCORED = 256, 16
 
 
 class Chunks:
-    """`threshold`: the most tokens of a prompt in a step that others share, 0 for no limit. `whole_images`: images are
-    computed whole.
+    """The sizes of prompt chunks. `threshold`: maximum tokens of a prompt in a step that other requests share, 0 for no
+    limit. `whole_images`: images are computed whole.
     """
 
     def __init__(self, kv: KVCacheManager, images: EncoderCache, threshold: int, whole_images: bool):
@@ -26,7 +26,7 @@ class Chunks:
 
     def size(self, request: Request, start: int, budget: int, room: int, alone: bool) -> int:
         """Return the number of tokens of a request to run in this step after its first `start`, which are computed. 0
-        if it must wait for an image: `_end_at_images` says why.
+        if the request must wait for an image (`_end_at_images`).
         """
         num_new = min(request.num_tokens + request.num_in_flight - start, budget)
         if self.threshold and not alone:

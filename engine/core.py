@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Generator
@@ -51,14 +50,19 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.engine.process import (
+    EXIT_SIGNAL,
     dump_stacks_on,
     end_with_parent,
+    exit_on,
+    flush_stderr,
     kill_descendants,
     kill_engine,
     no_collection,
     read_config,
+    request_exit,
     start_logging,
     wake_on_signals,
+    watch_hang_up,
     watch_parent,
 )
 from quire.engine.scheduler import Outputs, Step
@@ -66,7 +70,6 @@ from quire.engine.startup import make_scheduler, warm_up
 
 logger = logging.getLogger(__name__)
 
-EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
 FETCH_POLL_INTERVAL = 0.001  # seconds between looks for fetched blocks when there is no other work
 CONNECT_TIMEOUT = 1.0  # seconds that a failing engine waits for a server to connect
 
@@ -75,8 +78,8 @@ class EngineCore:
     """The loop of one engine: call `start`, then `run`. Both raise the errors that end the engine."""
 
     def __init__(self, config: Config, socket: ServerSocket, index: int = 0):
-        config = replace(config, cache=config.cache.of_engine(index, config.parallel.world_size))
-        self.config, self.index = config, index  # its number among `data_parallel_size` engines
+        config = replace(config, cache=config.cache.for_engine(index, config.parallel.world_size))
+        self.config, self.index = config, index  # `index` among `data_parallel_size` engines
         self.socket = socket
         self.clients: set[bytes] = set()  # ROUTER identities of servers that sent Hello
         self.progress = Progress("starting", 0.0)
@@ -95,7 +98,7 @@ class EngineCore:
             self.step()
 
     def receive(self) -> None:
-        """Handle all received messages and do the chores that are due. With no request, sleep until either is there.
+        """Handle all received messages and do the chores that are due. With no request, sleep until there is one.
 
         Raises RuntimeError if a worker process died while the engine slept.
         """
@@ -179,7 +182,7 @@ class EngineCore:
     # ---- sending messages
 
     def send(self, outputs: Outputs) -> None:
-        """Send each server its outputs, and statistics soon."""
+        """Send each server its outputs, and schedule statistics."""
         self.stats.schedule()
         for client, client_outputs in outputs.items():
             self.post(client, StepOutputs(client_outputs))
@@ -221,7 +224,8 @@ class EngineCore:
         self.scheduler = make_scheduler(self.config, ready, self.executor)
         self.calls = Calls(self.scheduler, self.executor.workers, self.send)
         self.report_progress("warming up", 0.0)
-        warm_up(self.scheduler, self.executor)
+        warming_up = functools.partial(self.report_progress, "warming up")
+        warm_up(self.scheduler, self.executor, ready.compiles_at_use, warming_up)
         if ready.has_slot_files:
             self.scheduler.contents.open_slots(self.executor.slots, self.index)
         workers, report = self.executor.workers, self.stats.schedule
@@ -237,12 +241,12 @@ class EngineCore:
         self.early_messages.clear()
 
     def stop(self) -> None:
-        """Finish the chores before the process ends in order."""
+        """Finish the chores before an orderly exit."""
         for chore in self.chores:
             chore.stop()
 
     def report_progress(self, phase: str, fraction: float) -> None:
-        """Called while loading: send progress to the servers and answer those that connect meanwhile."""
+        """Send loading progress to the servers, and answer those that connect meanwhile."""
         last, self.progress = self.progress, Progress(phase, fraction)
         for client, message in self.socket.receive():
             self.handle(client, message)
@@ -266,34 +270,20 @@ class EngineCore:
         self.broadcast(EngineDead(reason))
 
 
-def _exit_on_signal(*_: Any) -> None:
-    sys.exit(0)
-
-
-def _request_exit() -> None:
-    """Ask the main thread to shut down, from another thread. The signal also interrupts a sleep or a poll."""
-    signal.pthread_kill(threading.main_thread().ident, EXIT_SIGNAL)
-
-
-def _flush_stderr() -> None:
-    # a full disk or a closed pipe must not prevent the exit
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.flush()
-
-
 def main() -> None:
     """Run the engine process. Does not return."""
     # Ctrl-C reaches the whole process group; the parent decides when to shut down
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(EXIT_SIGNAL, _exit_on_signal)
+    exit_on(EXIT_SIGNAL)
     end_with_parent()
     dump_stacks_on(signal.SIGUSR2, "engine")
     platforms.name_process("quire-engine")
     socket = ServerSocket(sys.argv[1])
     socket.watch(wake_on_signals())
     if len(sys.argv) > 3:  # started before its configuration is known
-        with no_collection(), contextlib.suppress(ValueError):  # `start` raises it again
+        watch_hang_up(sys.stdin.fileno(), functools.partial(kill_engine, socket.unlink))
+        with no_collection(), contextlib.suppress(Exception):  # `start` raises it again
             run_nice(int(sys.argv[4]), lambda report: import_executor(sys.argv[3]), lambda phase, fraction: None)
     try:
         config = read_config(sys.stdin.fileno())
@@ -301,7 +291,7 @@ def main() -> None:
         kill_engine(socket.unlink)
     start_logging(config.server, "engine")
     core = EngineCore(config, socket, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    watch_parent(sys.stdin.fileno(), _request_exit, functools.partial(kill_engine, socket.unlink))
+    watch_parent(sys.stdin.fileno(), request_exit, functools.partial(kill_engine, socket.unlink))
     exit_code = 1
     try:
         core.start()
@@ -320,7 +310,7 @@ def main() -> None:
         if core.executor and exit_code == 0:
             core.stop()
             core.executor.shutdown()
-        _flush_stderr()
+        flush_stderr()
         os._exit(exit_code)  # everything is cleaned up, and tearing down an interpreter with torch is slow
 
 

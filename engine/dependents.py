@@ -16,9 +16,8 @@ from quire.engine.step import Step
 def dependents(
     in_flight: Iterable[Step], step: Step, failed: Collection[int], kv: KVCacheManager
 ) -> tuple[set[Request], set[int]]:
-    """Return requests that read blocks filled, in `step` or later, by the requests at its batch positions `failed`, and
-    all blocks that are invalid. The results of these requests in the steps in flight, of which `step` is the first, are
-    discarded.
+    """Return (requests that read blocks filled by the failed ones in `step` or later, all invalid blocks). `failed` are
+    batch positions of `step`, the first step in flight. The requests' results in the steps in flight are discarded.
 
     Other requests can find such a block only since `step`, and all later steps are still in flight, so no token that
     depends on it has been delivered. It is enough to walk these steps in order and track which requests were admitted
@@ -32,7 +31,7 @@ def dependents(
             if later is not step or i not in failed:
                 block_ids = entered.get(later.input.rows[i])
                 if block_ids is not None:
-                    # it enters the batch: only its cached prefix counts, whatever it computed before
+                    # the request enters the batch: only its cached prefix counts, not its earlier steps
                     prefix = kv.shared_prefix(block_ids, later.input.num_computed[i])
                     (tainted.discard if blocks.isdisjoint(prefix) else tainted.add)(request)
                 if request in tainted and i not in later.ignored:

@@ -26,7 +26,7 @@ class _Entry:
 
 
 class EncoderCache:
-    """`size` embeddings at most are kept, and a step encodes at most `budget`, or one image that has more."""
+    """Keeps at most `size` embeddings; a step encodes at most `budget`, or one image that has more."""
 
     def __init__(self, size: int = 0, budget: int = 0):
         self.size, self.budget = size, budget
@@ -42,7 +42,7 @@ class EncoderCache:
 
     @property
     def usage(self) -> float:
-        """Part of the room in use, 0 to 1."""
+        """Return the fraction of the cache in use, 0 to 1."""
         return self.num_used / self.size if self.size else 0.0
 
     def start_step(self) -> None:
@@ -74,7 +74,7 @@ class EncoderCache:
         return encode, evict
 
     def hold(self, key: str, request: Request) -> None:
-        """Keep the embeddings of an image, a part of whose span `request` has computed."""
+        """Keep the embeddings of an image whose span `request` has computed in part."""
         self._entries[key].holders.add(request)
 
     def release(self, key: str, request: Request) -> None:
@@ -83,7 +83,9 @@ class EncoderCache:
             entry.holders.discard(request)
 
     def forget(self, key: str) -> None:
-        """Drop an image, although it may be held: it could not be encoded. Who needs it encodes it again."""
+        """Drop an image that could not be encoded, even if it is held. A request that needs the image has it encoded
+        again.
+        """
         if key in self._entries:
             self._drop(key)
 

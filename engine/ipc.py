@@ -25,7 +25,7 @@ class ServerSocket:
         self._path = address.removeprefix("ipc://")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.LINGER, 1000)  # also if it is never closed: what a gone server did not read holds no exit
+        self._socket.set(zmq.LINGER, 1000)  # ms, even if never closed: messages to a gone server do not block the exit
         close_when_collected(self, self._context, self._socket)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send to a disconnected server fails instead of being dropped
         # the engine never waits for a slow server; its queue is bounded by its open requests

@@ -99,8 +99,8 @@ class Hello(_Message):
 class Choice(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One sequence to generate.
 
-    `output_token_ids` are outputs it already has: when a request is resubmitted after an engine restart, generation
-    continues after them.
+    `output_token_ids` are outputs that the sequence already has: when a request is resubmitted after an engine restart,
+    generation continues after them.
     """
 
     request_id: str
@@ -109,8 +109,8 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """How blocks of a request's prompt move between servers: `send` keeps them for one that will ask; `blocks`, numbers
-    of blocks of the prompt per cache group, are at `host` and `port` of another server.
+    """A transfer of a prompt's blocks between servers: `send` keeps them for a server that will ask; `blocks`, their
+    numbers within the prompt per cache group, are at `host` and `port` of another server.
     """
 
     send: bool = False
@@ -133,26 +133,27 @@ class AddRequest(_Message):
     priority: int = 0  # lower runs first
     cache_salt: str | None = None  # requests share prefixes only if their salts are equal
     siblings: list[Choice] = []  # choices share their prompt's blocks even when prefix caching is off
-    background: bool = False  # a line of a batch: yields to every request that is not (`engine/scheduler.py`)
+    background: bool = False  # a line of a batch: yields to every foreground request (`engine/scheduler.py`)
     pooling: PoolingParams | None = None  # return a vector instead of tokens
     media: list[
         MediaItem
     ] = []  # images of the prompt, by offset; the server keeps their features until the last output
-    tenant: str = ""  # who shares the engine with others (`engine/shares.py`)
+    tenant: str = ""  # shares the engine with other tenants (`engine/shares.py`)
     weight: float = 1.0  # the tenant's share, above 0
     adapters: list[LoraUse] = []  # LoRA adapters, whose products are summed
-    report_prefill: bool = False  # outputs without tokens tell how much of the prompt is computed
-    # tenant/name of the conversation whose blocks are kept before others' for `cache_seconds`; without a name, how the
-    # prompt begins stands for it
+    report_prefill: bool = False  # outputs without tokens report how much of the prompt is computed
+    # tenant/name of the conversation whose blocks are kept longer than others', for `cache_seconds`; without a name,
+    # the beginning of the prompt identifies the conversation
     cache_key: str | None = None
     cache_seconds: float = 0.0
     may_call_tools: bool = False  # `CalledTools` may follow its end
     turn_start: int = 0  # number of prompt tokens before the user's last message, 0: unknown
     transfer: Transfer | None = None
+    engine: int | None = None  # index of the engine that the client chose
 
     @property
     def choices(self) -> list[Choice]:
-        """All sequences, including the first."""
+        """Return all sequences, including the first."""
         return [Choice(self.request_id, self.sampling.seed, self.output_token_ids), *self.siblings]
 
     def with_choices(self, choices: Iterable[Choice], age: float) -> AddRequest:
@@ -184,6 +185,7 @@ class AddRequest(_Message):
             self.may_call_tools,
             self.turn_start,
             self.transfer,
+            self.engine,
         )
 
 
@@ -208,7 +210,7 @@ class Call(_Message):
 
 
 class EngineCalls(Protocol):
-    """Methods of an engine that servers call. Results are of types that msgpack keeps."""
+    """Methods of an engine that servers call. Results are of types that msgpack preserves."""
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes in every tier. Returns False, and does nothing, while requests hold any block."""
@@ -220,16 +222,16 @@ class EngineCalls(Protocol):
         """Take the tokens that grammars need, a `Vocabulary` as msgpack, before the first request with a grammar."""
 
     def load_lora(self, key: str, folder: str) -> str:
-        """Read a LoRA adapter before its first request. Returns why it cannot be used, "" if it can."""
+        """Read a LoRA adapter before its first request. Returns the reason if it cannot be used, else ""."""
 
     def unload_lora(self, key: str) -> None:
         """Forget a LoRA adapter, unless requests use it."""
 
     def start_profile(self) -> str:
-        """Begin a profile of the workers' steps. Returns why that is not possible, "" if it is."""
+        """Begin a profile of the workers' steps. Returns the reason if that is not possible, else ""."""
 
     def stop_profile(self) -> list[str]:
-        """End the profile. Returns [why that is not possible, name of the first rank's file]."""
+        """End the profile. Returns [reason if that is not possible, name of the first rank's file]."""
 
     def save_slot(self, number: int, name: str) -> dict[str, int] | None:
         """Save llama.cpp's slot to a file. Returns the counts of its answer, {} if that is not possible, None for a
@@ -237,13 +239,13 @@ class EngineCalls(Protocol):
         """
 
     def restore_slot(self, number: int, name: str) -> dict[str, int] | None:
-        """Restore llama.cpp's slot from a file. Returns as `save_slot`."""
+        """Restore llama.cpp's slot from a file. Returns the same as `save_slot`."""
 
     def erase_slot(self, number: int) -> dict[str, int] | None:
-        """Forget the contents of llama.cpp's slot. Returns as `save_slot`."""
+        """Forget the contents of llama.cpp's slot. Returns the same as `save_slot`."""
 
     def waiting(self, request_ids: list[str]) -> list[str]:
-        """Return those of the requests that were never scheduled."""
+        """Return those of `request_ids` that were never scheduled."""
 
     def log_lines(self) -> list[dict[str, object]]:
         """Return the newest lines of the engine's log that are warnings or worse (`kept_lines`)."""
@@ -252,7 +254,7 @@ class EngineCalls(Protocol):
         """Return every request (`Request.describe`)."""
 
     def abort(self, request_ids: list[str]) -> list[str]:
-        """End requests of any server with finish reason abort. Returns the ids of those that there were."""
+        """End requests of any server with finish reason abort. Returns the ids of those found."""
 
     def stats(self) -> dict[str, object]:
         """Return the fields of `EngineStats`."""
@@ -261,10 +263,10 @@ class EngineCalls(Protocol):
         """Return totals of the tiers below the pool since the start; None without any."""
 
     def kv_event_source(self) -> dict[str, object] | None:
-        """Return where KV events are published, with vLLM's keys; None if they are not."""
+        """Return where KV events are published, with vLLM's keys; None if they are not published."""
 
     def describe_ops(self) -> dict[str, object]:
-        """Return the operations in use, the state of faster ones, and since when those are in use (time.time())."""
+        """Return the operations in use, the state of faster ones, and the time.time() at which those came into use."""
 
 
 # ---- engine -> server
@@ -310,7 +312,7 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     rejected: int = 0
 
     def then(self, later: TokenCounts) -> TokenCounts:
-        """Return the counts after a later report: none falls, also when another engine goes on with the request."""
+        """Return the counts after a later report: none decreases, even if another engine continues the request."""
         if later == self:
             return self
         astuple = msgspec.structs.astuple
@@ -341,7 +343,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Contents of the tiers below an engine's pool, of its first rank, and their traffic since the previous message."""
+    """Contents of the tiers below an engine's pool, on its first rank, and their traffic since the previous message."""
 
     used: dict[str, int] = {}  # bytes by tier
     counts: dict[str, float] = {}  # by name, see `TierStore.stats`
@@ -366,12 +368,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     num_drafts: int = 0  # times that a step verified drafts of a request
     num_draft_tokens: int = 0
     accepted_per_position: list[int] = []  # drafts accepted, by their place after the last known token
-    running_adapters: list[str] = []  # names of those of running requests
+    running_adapters: list[str] = []  # names of running requests' adapters
     waiting_adapters: list[str] = []
     external_queries: int = 0  # tokens that the pool did not have, looked up in lower tiers
-    external_hits: int = 0  # tokens of them that were loaded from there
-    tiers: TierStats | None = None  # if it was asked for since the last message
-    num_ended: int = 0  # requests that ended after they ran, without those of batches
+    external_hits: int = 0  # tokens among these that were loaded from lower tiers
+    tiers: TierStats | None = None  # None: not collected for this message
+    num_ended: int = 0  # requests that ended after they ran, excluding batches
 
 
 class StepOutputs(_Message):

@@ -1,5 +1,6 @@
-"""The process of a node without a server, `python -m quire.engine.node`, with its configuration on stdin: runs this
-node's ranks for the engine of the first node, again and again. It ends when stdin ends or has more.
+"""The process of a node without a server, `python -m quire.engine.node`, with its configuration on stdin. Runs this
+node's ranks for the engine of the first node and restarts them when one ends. Exits when stdin ends. After a further
+byte on stdin, exits when a rank ends, because the engine may be shutting down, too, or after --shutdown-timeout.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ PAUSE = 1.0  # seconds before ranks that ended are started again
 
 
 def run(config: Config) -> int:
-    """Run the ranks of this node until stdin says so. Returns 1 if the first node refuses them."""
+    """Run the ranks of this node until stdin ends or has more. Returns 1 if the first node refuses them."""
     context = multiprocessing.get_context("spawn")
     first = config.parallel.node_rank * config.parallel.ranks_per_node
+    stdin = sys.stdin.fileno()
     while True:
+        joined = context.Event()
         ranks = [
-            context.Process(target=remote_main, args=(config, first + i), name=f"worker {first + i}", daemon=True)
-            for i in range(config.parallel.ranks_per_node)
+            context.Process(target=remote_main, args=(config, rank, joined), name=f"worker {rank}", daemon=True)
+            for rank in range(first, first + config.parallel.ranks_per_node)
         ]
         for rank in ranks:
             rank.start()
-        ended = wait([sys.stdin.fileno(), *(rank.sentinel for rank in ranks)])
-        for rank in ranks:  # those left wait for one that is gone
+        sentinels = [rank.sentinel for rank in ranks]
+        ended = wait([stdin, *sentinels])
+        if stdin in ended and os.read(stdin, 1) and joined.is_set():
+            wait([stdin, *sentinels], config.server.shutdown_timeout)
+        for rank in ranks:  # the remaining ranks wait for one that is gone
             rank.kill()
             rank.join()
-        if sys.stdin.fileno() in ended:
+        if stdin in ended:
             return 0
         if any(rank.exitcode == REFUSED for rank in ranks):
             return 1

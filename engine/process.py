@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -23,13 +24,14 @@ from quire.configs.log_ring import LogRing
 from quire.configs.serving import ServerConfig
 from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
 
+EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
 RENDEZVOUS = "rendezvous"  # file in the engine's folder through which the ranks of one machine find each other
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Suspend garbage collection while large packages are imported: it would go through the same objects again and
-    again. In the end all objects are excluded from later collections, because modules live as long as the process.
+    """Suspend garbage collection while large packages are imported: it would scan the same objects again and
+    again. At the end all objects are excluded from later collections, because modules live as long as the process.
     """
     gc.disable()
     try:
@@ -112,6 +114,22 @@ def kill_engine(unlink: Callable[[], None]) -> None:
     os._exit(1)
 
 
+def exit_on(number: signal.Signals) -> None:
+    """Exit with code 0 on signal `number`."""
+    signal.signal(number, lambda *_: sys.exit(0))
+
+
+def request_exit() -> None:
+    """Ask the main thread to exit, from another thread. The signal also interrupts a sleep or a poll."""
+    signal.pthread_kill(threading.main_thread().ident, EXIT_SIGNAL)
+
+
+def flush_stderr() -> None:
+    """Flush stderr; a full disk or a closed pipe must not prevent the exit."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+
+
 def wake_on_signals() -> int:
     """Return a descriptor that every signal makes readable.
 
@@ -148,6 +166,18 @@ def read_config(fd: int) -> Config:
         return data
 
     return msgspec.msgpack.decode(read(int.from_bytes(read(4), "big")), type=Config)
+
+
+def watch_hang_up(fd: int, on_eof: Callable[[], None]) -> None:
+    """Start a thread that calls `on_eof` when the writer of the pipe `fd` ends. It reads nothing from it."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(fd, 0)
+        poll.poll()
+        on_eof()
+
+    threading.Thread(target=watch, name="hang-up-watch", daemon=True).start()
 
 
 def watch_parent(fd: int, on_message: Callable[[], None], on_eof: Callable[[], None]) -> None:

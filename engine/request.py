@@ -96,9 +96,9 @@ class Request:
         by_priority: bool,
         pools_all: bool = False,
     ):
-        """`sequence` is its serial number in the engine, `group` the serial number of the first choice of its request.
-        `arrival` is a time of the engine's monotonic clock. `pools_all`: its vector needs the hidden states of the
-        whole prompt.
+        """Create the sequence of a choice. `sequence` is its serial number in the engine, `group` the one of the first
+        choice of its request. `arrival` is a time of the engine's monotonic clock. `pools_all`: its vector needs the
+        hidden states of the whole prompt.
         """
         self.client = client  # the ROUTER identity of its server, used to address outputs
         self.request_id = choice.request_id
@@ -128,7 +128,7 @@ class Request:
             message.prompt_token_ids + choice.output_token_ids if choice.output_token_ids else message.prompt_token_ids
         )
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        # length stops are predicted from it
+        # length stops are predicted from this
         self.max_total_tokens = min(self.num_prompt_tokens + message.sampling.max_tokens, max_model_len)
 
         self.status = Status.WAITING
@@ -136,7 +136,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight = 0
         self.num_draft = 0  # drafts that the worker had after its last output; a step may verify fewer
-        self.predicts = False  # whether these are of its prediction
+        self.predicts = False  # these drafts come from `sampling.prediction`
         self.block_ids: list[list[int]] = []  # per cache group
         # per cache group: number of blocks at the front that no later token attends to, NULL_BLOCK in block_ids
         self.num_given_back: list[int] = []
@@ -157,6 +157,11 @@ class Request:
         self.encoded: tuple[float, float] | None = None
 
     @property
+    def arrival(self) -> float:
+        """Time of arrival in seconds, by the engine's monotonic clock."""
+        return self.key[-2]
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -167,7 +172,7 @@ class Request:
     @property
     def reads_cache(self) -> bool:
         """Return whether the request may use the prefix cache. Prompt logprobs need the logits of every prompt
-        position, and most kinds of pooling its hidden states, so such a request computes its whole prompt once.
+        position, and most kinds of pooling the hidden states, so such a request computes its whole prompt once.
         """
         if self.pools_all:
             return False
@@ -175,7 +180,7 @@ class Request:
 
     @property
     def conversation(self) -> str:
-        """The key of the conversation that the client named, "" for none."""
+        """Return the key of the conversation that the client named, "" for none."""
         return "" if self.cache_key is None or self.cache_key.endswith("/") else self.cache_key
 
     def images(self, start: int, end: int) -> list[MediaItem]:
@@ -198,7 +203,7 @@ class Request:
         return "length" if num_tokens >= self.max_total_tokens else None
 
     def as_new(self) -> NewRequest:
-        """Return all that a worker needs to compute it."""
+        """Return everything that a worker needs to compute the request."""
         return NewRequest(
             self.row,
             list(self.token_ids),
@@ -220,7 +225,7 @@ class Request:
         return known == computed + 1 and computed >= self.num_prompt_tokens
 
     def append_one(self, token_id: int) -> str | None:
-        """Append an output. Returns why the request is finished, if it is."""
+        """Append an output token. Returns the finish reason, None if the request continues."""
         token_ids = self.token_ids
         if len(token_ids) == self.num_prompt_tokens:
             token_ids = self.token_ids = list(token_ids)  # copy: the sibling choices share the prompt's list
@@ -230,17 +235,17 @@ class Request:
         return self.finish_reason()
 
     def append(self, token_ids: list[int]) -> tuple[int, str | None]:
-        """Append outputs up to one that finishes the request. Returns their number, and why it is finished."""
+        """Append output tokens up to one that finishes the request. Returns (number appended, finish reason)."""
         for i, token_id in enumerate(token_ids, 1):
             if reason := self.append_one(token_id):
                 return i, reason
         return len(token_ids), None
 
     def take_back_drafts(self, num_draft: int, num_tokens: int) -> int:
-        """Account for a step that verified `num_draft` drafts and gave `num_tokens` tokens: drafts that are not among
-        them were not computed. Their slots in the KV cache will be written again. Returns the number of accepted ones.
+        """Account for a step that verified `num_draft` drafts and gave `num_tokens` tokens: rejected drafts do not
+        count as computed, and their KV cache slots will be written again. Returns the number of accepted drafts.
         """
-        if self.status is Status.RUNNING:  # else it was preempted meanwhile, and none of it is computed
+        if self.status is Status.RUNNING:  # else it was preempted meanwhile: none of its tokens is computed
             self.num_computed_tokens -= num_draft - (num_tokens - 1)  # the last token is not computed yet
         num_accepted = max(num_tokens - 1, 0)
         if num_draft:
@@ -249,7 +254,7 @@ class Request:
         return num_accepted
 
     def output(self, token_ids: list[int], finish_reason: str | None = None, **fields: Any) -> EngineOutput:
-        """Return new tokens for its client."""
+        """Return an output with new tokens for the client."""
         return EngineOutput(
             self.request_id,
             token_ids,
@@ -266,7 +271,7 @@ class Request:
         prompt_logprobs: list[TokenLogprobs] | None,
         timing: RequestTiming | None,
     ) -> EngineOutput:
-        """Return `output` of an unfinished request. Positional: runs for each request in each step."""
+        """Return `output` of an unfinished request. Arguments are positional: runs for each request in each step."""
         fields = token_ids, None, None, logprobs, prompt_logprobs, self.counts, None, timing
         return EngineOutput(self.request_id, *fields)
 
@@ -277,7 +282,7 @@ class Request:
 
     @property
     def phase(self) -> str:
-        """waiting, prefill (its prompt, or after a preemption all it has, is being computed) or decode."""
+        """Return waiting, prefill (its prompt, or after a preemption all its tokens, is being computed) or decode."""
         if self.status is Status.WAITING:
             return "waiting"
         return "decode" if self.num_output_tokens and self.num_computed_tokens >= self.num_prompt_tokens else "prefill"

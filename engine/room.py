@@ -1,4 +1,4 @@
-"""Decide whether a request fits, by rows, adapters and blocks of the KV cache, and which others it may preempt."""
+"""Decide whether a request fits into the rows, adapter slots and KV cache blocks, and which others it may preempt."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Room:
         return self.kv.num_missing(request, Match()) + self.reserve() <= self.kv.pool.num_free + obtainable
 
     def victims(self, request: Request, num_tenants: int) -> list[Request]:
-        """Return the running requests that a waiting one may preempt, the last one first: those of higher rank, or else
-        of a tenant that has more than its part of the engine. Empty if even all of them would not free enough.
+        """Return the running requests that a waiting one may preempt, in order of service: those of higher rank, or
+        else those of a tenant with more than its share. Empty if preempting all of them would not free enough.
         """
         found = [other for other in self.running if other.rank > request.rank]
         if not found and num_tenants > 1:
@@ -47,8 +47,8 @@ class Room:
         return found if found and self.could_admit(request, found) else []
 
     def _crowding(self, request: Request) -> list[Request]:
-        """Return the requests to preempt for a tenant without running requests: all but one of the tenant with most of
-        them.
+        """Return the requests to preempt for a tenant without running requests: all but the first of the tenant that
+        has most.
         """
         counts = Counter(other.tenant for other in self.running)
         if request.background or counts[request.tenant] or not counts:
@@ -57,8 +57,8 @@ class Room:
         return [other for other in self.running if other.tenant == most and other.rank >= request.rank][1:]
 
     def next_waiting(self, waiting: FairQueue) -> Request | None:
-        """Return the first waiting request, or while that waits for another adapter to be done, the first one without
-        any.
+        """Return the first waiting request; while that one waits for an adapter slot, the first request without
+        adapters.
         """
         if self._has_slots(first := waiting.first):
             return first
@@ -80,8 +80,8 @@ class Room:
 
     def num_draft(self, request: Request, limit: int) -> int:
         """Return the number of drafts of a decoding request to verify, at most `limit`: as many as the worker has, as
-        long as the request may get one token more than that, and none if their blocks are scarce. With states, a step
-        ends at the next block boundary at the latest: the state there is a checkpoint for the conversation's next turn.
+        long as one more token fits into the request, and none if free blocks are scarce. With states, a step ends at
+        the next block boundary at the latest: the state there is a checkpoint for the conversation's next turn.
         """
         num_tokens = len(request.token_ids)
         num_draft = min(request.num_draft, limit, request.max_total_tokens - num_tokens - 1)

@@ -11,8 +11,8 @@ Scheduling needs counts only, never token ids, so several steps may be in flight
 outputs of those steps.
 (c) A preempted request keeps `num_in_flight`, still receives those tokens, and is admitted again when it reaches 0.
 (d) Blocks and rows can be reused as soon as they are freed, because the worker runs steps in order.
-(e) A request of which the worker has drafts waits for its tokens in flight, and then for those of the step that
-verifies the drafts: until then their number is unknown. Others overlap meanwhile.
+(e) A request for which the worker has drafts waits for its tokens in flight, and then for the step that verifies the
+drafts: until then the number of accepted ones is unknown. Other requests overlap meanwhile.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from quire.worker.messages import (
     longest_request,
 )
 
-MAX_BLOCKED = 8  # requests with blocks elsewhere for which a step finds no room before it leaves the others
+MAX_BLOCKED = 8  # requests with blocks on other servers that may find no room before a step skips the rest
 
 Outputs = dict[bytes, list[EngineOutput]]  # by client
 
@@ -78,7 +78,7 @@ class Scheduler:
         self.kv, self.num_groups, self.turn = kv, stages, 0
         self.tiers = tiers  # below the pool; None: there are none
         self.transfers: Transfers | None = None  # of blocks to and from other servers; None: there are none
-        self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up there
+        self._unasked: list[Request] = []  # waiting requests whose prefixes were not looked up in `tiers`
         self.by_priority = config.scheduling_policy == "priority"
         whole_prompts = ready.pooling is not None and ready.pooling.whole_prompts
         self.token_budget = ready.max_num_batched_tokens
@@ -91,7 +91,7 @@ class Scheduler:
             ready.groups, kv.pool.num_usable, kv.block_size, self.token_budget, ready.max_model_len
         )
         self._vocab_size = ready.vocab_size
-        # tokens that one step may sample, drafts included: that bounds its logits
+        # tokens that one step may sample, drafts included: the bound of its logits
         self._num_verifiable = max(ready.max_num_seqs, MAX_DRAFT + 1)
         self.pooling, self.max_loras, self.media = ready.pooling, ready.max_loras, ready.media
         media = ready.media
@@ -99,7 +99,8 @@ class Scheduler:
         threshold = 0 if whole_prompts else config.long_prefill_token_threshold
         self.chunks = Chunks(kv, self.images, threshold, media is not None and media.whole)
         self.shares = Shares()
-        self.budget = StepBudget(self.token_budget, whole_prompts, self.shares)
+        follows = ready.overlaps and stages == 1
+        self.budget = StepBudget(self.token_budget, whole_prompts, self.shares, follows)
         self.waiting = FairQueue(self.shares)
         self.running = RequestQueue()
         self.room = Room(kv, self.running, self.max_running, ready.max_loras)
@@ -109,6 +110,7 @@ class Scheduler:
         self.contents = Contents(kv, tiers, self._in_flight, ready.max_num_seqs)
         self.counts = Counts()
         self._num_added = self._num_steps = 0
+        self._num_decodes = 0  # running foreground requests past their prompts, in the last step
 
     # ---- adding and aborting requests
 
@@ -157,7 +159,7 @@ class Scheduler:
                 self._remove(request)
 
     def not_started(self, request_ids: list[str]) -> list[str]:
-        """Return those of the requests that were never scheduled."""
+        """Return those of `request_ids` that were never scheduled."""
         asked = set(request_ids)
         return [one.request_id for one in self.waiting if not one.scheduled_time and one.request_id in asked]
 
@@ -186,11 +188,11 @@ class Scheduler:
 
     @property
     def is_fetching(self) -> bool:
-        """Return whether blocks come from lower tiers, for which requests wait."""
+        """Return whether blocks are being fetched from lower tiers."""
         return self.tiers is not None and self.tiers.busy
 
     def _fetch(self) -> None:
-        """Queue requests whose blocks came from lower tiers, and have the blocks of new requests fetched."""
+        """Queue requests whose fetches from lower tiers ended, and start fetches for new requests."""
         for request in self.tiers.poll():
             request.status = Status.WAITING
             self.waiting.add(request)
@@ -216,8 +218,8 @@ class Scheduler:
                 request.status = Status.FETCHING
 
     def schedule(self) -> Step | None:
-        """Choose the requests of the next step and advance their counters. Returns None if nothing can run, or only
-        background requests after the step in flight.
+        """Choose the requests of the next step and advance their counters. Returns None if nothing can run, or if
+        background requests alone wait for the step in flight.
         """
         only_background = all(queue.first.background for queue in (self.running, self.waiting) if queue)
         if self._in_flight and only_background and self.budget.background.expects_foreground:
@@ -228,7 +230,7 @@ class Scheduler:
             self._fetch()
         self.images.start_step()
         self.chunks.start_step()
-        self.budget.start_step(len(self.running))
+        self.budget.start_step(self.running, self._num_decodes, *self.waiting.foreground_load())
         if self.waiting and self.running:
             self._preempt_for_waiting()
         for _ in range(self.num_groups):  # stop at the first group that has work
@@ -259,7 +261,7 @@ class Scheduler:
         of_background = self.budget.background
         new_blocks: dict[Request, list[list[int]]] = {}  # new block ids per request and group
         others = [request for request in self.running if not request.background]
-        self._schedule_some(others, self.budget.tokens, self.token_budget, batch, new_blocks)
+        self._num_decodes = self._schedule_some(others, self.budget.tokens, self.token_budget, batch, new_blocks)
         num_tokens = sum(batch.values())
         are_others = bool(others) or (bool(self.waiting) and not self.waiting.first.background)
         of_background.start_step(are_others, num_tokens, self.token_budget)
@@ -280,9 +282,10 @@ class Scheduler:
         room: int,
         batch: dict[Request, int],
         new_blocks: dict[Request, list[list[int]]],
-    ) -> None:
+    ) -> int:
         """Schedule decodes first, so that a long prompt never delays another request's next token, then prefills with
         the remaining budget. Only an image that is computed whole may exceed the budget, up to `room` tokens.
+        Returns the number of requests past their prompts.
         """
         prefills = []
         room_for_drafts = min(budget - len(requests), self._num_verifiable - len(batch) - len(requests))
@@ -307,7 +310,7 @@ class Scheduler:
                     room -= 1 + num_draft
                     room_for_drafts -= num_draft
         if not prefills:
-            return
+            return len(requests)
         parts = self.budget.divide(prefills, self.room.next_admitted(self.waiting, prefills), budget)
         for request in prefills:
             part = min(budget, parts.get(request.tenant, budget))
@@ -320,6 +323,7 @@ class Scheduler:
                     room -= num_new
                     if request.tenant in parts:
                         parts[request.tenant] -= num_new
+        return len(requests) - len(prefills)
 
     def _allocate(
         self, request: Request, num_tokens: int, batch: dict[Request, int], new_blocks: dict[Request, list[list[int]]]
@@ -346,7 +350,7 @@ class Scheduler:
     def _admit_waiting(self, step: Step) -> None:
         """Admit waiting requests in order of service while budget, rows and blocks last.
 
-        A request that does not fit is never overtaken.
+        A request that does not fit is not overtaken, unless it waits for an adapter slot.
         """
         if not self.waiting:
             return
@@ -355,7 +359,7 @@ class Scheduler:
             request = self.room.next_waiting(self.waiting)
             if request is None:
                 return
-            budget = self.budget.of_waiting(request, step.num_tokens)
+            budget = self.budget.limit_of_waiting(request, step.num_tokens)
             if not budget:
                 return
             # rule (c); every request needs at least one block
@@ -394,7 +398,7 @@ class Scheduler:
         self._add_to_step(step, request, num_new, [])
 
     def _add_decodes(self, step: Step, requests: list[Request], new_blocks: dict[Request, list[list[int]]]) -> None:
-        """Call `_add_to_step` for requests that decode without drafts, together: most requests of most steps."""
+        """Do as `_add_to_step` for requests that decode without drafts, all at once: most requests of most steps."""
         step.add_decodes(requests, new_blocks)
         self.shares.charge_one_each(requests)
         size = self.kv.block_size
@@ -476,7 +480,7 @@ class Scheduler:
         self._in_flight.popleft()
         if self.tiers is not None:
             self.tiers.record_step(step.num_tokens, time.monotonic() - step.scheduled)
-        self.budget.pace.record_end(step)
+        self.budget.record_end(step)
         prompt_logprobs = step.new_prompt_logprobs(output)
         drafted, drafts, predicted = step.input.num_draft, output.num_draft or {}, output.predicted or ()
         for i, request, token_ids, logprobs in step.sampled(output):
@@ -537,7 +541,7 @@ class Scheduler:
 
     def _fail(self, request: Request, message: str, now: float, outputs: Outputs) -> None:
         for item in request.media:
-            self.images.forget(item.key)  # it may be the error
+            self.images.forget(item.key)  # the image may be the cause
         if request.status is not Status.FINISHED:
             self._remove(request, discard=True)
             own = message == NO_TOKEN_ERROR and request.sampling.excludes_tokens
@@ -589,6 +593,6 @@ class Scheduler:
 
 
 def _report(request: Request, outputs: Outputs, **fields: Any) -> None:
-    """Tell the client about a request without new tokens."""
+    """Add an output without new tokens for the request's client."""
     output = EngineOutput(request.request_id, [], **{"counts": request.counts} | fields)
     outputs.setdefault(request.client, []).append(output)

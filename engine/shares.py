@@ -1,5 +1,5 @@
-"""Fair sharing of the engine by tenants: tokens scheduled per weight, and the queue that serves the tenant that had
-least.
+"""Fair sharing of the engine among tenants: scheduled tokens by weight, and the queue that serves the tenant with the
+fewest.
 
 This is start-time fair queueing, the form of deficit round robin that needs no rounds: every scheduled token is charged
 to its tenant, divided by the tenant's weight, and the tenant with the smallest sum is next. A tenant that was idle
@@ -8,16 +8,17 @@ starts just below the smallest sum of the busy ones, so that it is next without 
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import merge
 
 from quire.engine.request import Request, by_key
 
-_AHEAD = 0.5  # tokens by which a tenant that arrives goes before one that had as much
-LEAD = 16  # steps
-_PREFERENCE = 6.6  # makes 1.17 times as long of it: with the step that runs when it comes, at most 1.5
-_BESIDE = 4  # in a shortened step, others have one token for so many that end their prompts
+_AHEAD = 0.5  # tokens by which an arriving tenant precedes one with an equal sum
+LEAD = 16  # full steps: a tenant further ahead loses `_PREFERENCE`
+_PREFERENCE = 6.6  # the tenant that needs least takes 1.17 times as long as alone, with the step in flight at most 1.5
+_FILLING = 4  # in a short step, others get one token per this many tokens that end prompts
 _MAX_IDLE = 1024  # tenants without requests whose sum is remembered while others have some
 
 
@@ -63,8 +64,8 @@ class Shares:
 
 
 class FairQueue:
-    """Waiting requests. Lower ranks come first; among equal ones the tenant that used least; of one tenant the first in
-    order of service (`Request.key`).
+    """Waiting requests. Lower ranks come first, then the tenant that used least; requests of one tenant are in order of
+    service (`Request.key`).
     """
 
     def __init__(self, shares: Shares):
@@ -76,7 +77,7 @@ class FairQueue:
         return self._len
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield all requests in order of service, as if there was one tenant."""
+        """Yield all requests in order of service, as if there were one tenant."""
         for rank in sorted(self._ranks):
             yield from merge(*self._ranks[rank].values(), key=by_key)
 
@@ -87,8 +88,14 @@ class FairQueue:
             return tenants[0]
         return min(tenants, key=lambda one: (self._shares.used(one.tenant), one.key))
 
+    def foreground_load(self) -> tuple[int, float]:
+        """Return (number of foreground requests, seconds since the first of them arrived)."""
+        ranks = [tenants for (background, _), tenants in self._ranks.items() if not background]
+        number = sum(len(queue) for tenants in ranks for queue in tenants.values())
+        return number, time.monotonic() - self.first.arrival if number else 0.0
+
     def first_of_tenants(self) -> list[Request]:
-        """Return the first request of each tenant, of the lowest rank."""
+        """Return each tenant's first request of the lowest rank."""
         return [queue[0] for queue in self._ranks[min(self._ranks)].values()]
 
     def add(self, request: Request) -> None:
@@ -109,8 +116,8 @@ class FairQueue:
 
 
 def fair_parts(needs: dict[str, int], weights: dict[str, float], total: int) -> dict[str, int]:
-    """Divide `total` tokens by weight among tenants, none more than it needs; the rest of a share is divided among
-    the others.
+    """Divide `total` tokens by weight among tenants, at most as many as each needs; the rest of a share goes to the
+    others.
     """
     parts: dict[str, int] = {}
     rest = sorted(needs, key=lambda tenant: needs[tenant] / weights[tenant])
@@ -125,13 +132,13 @@ def fair_parts(needs: dict[str, int], weights: dict[str, float], total: int) -> 
 def parts_of_prompts(
     prefills: list[Request], admitted: Request | None, budget: int, lead: int, shares: Shares, is_short: bool = False
 ) -> dict[str, int]:
-    """Return tokens of a step's `budget` for the prompts of each tenant, so that the long prompt of one does not delay
+    """Return each tenant's part of a step's `budget` for its prompts, so that one tenant's long prompt does not delay
     the first token of another, whose prompt is running or `admitted` next. Empty if there is one tenant.
 
-    The tenant that needs least has `_PREFERENCE` times its weight, and the whole step if its prompts end with it: so of
-    two tenants with long prompts the shorter one takes 1.17 times as long as alone, not twice. A tenant that had `lead`
-    tokens more than another has no such advantage, so that over a longer time all have what their weights say. A step
-    that `is_short`, so that none waits long for it, is not filled up by others after prompts that end with it.
+    The tenant that needs least has `_PREFERENCE` times its weight, and all that it needs if its prompts end in this
+    step: of two tenants with long prompts, the shorter one takes 1.17 times as long as alone, not twice. A tenant that
+    had `lead` tokens more than another has no such advantage, so that in the long run weights decide. A step that
+    `is_short`, so that arriving requests do not wait long, is not filled up after prompts that end in it.
     """
     needs: dict[str, int] = {}
     weights = {request.tenant: request.weight for request in prefills}
@@ -150,5 +157,5 @@ def parts_of_prompts(
         return fair_parts(needs, weights | {least: _PREFERENCE * weights[least]}, budget)
     rest = budget - needs[least]
     if is_short:
-        rest = min(rest, needs[least] // _BESIDE)
+        rest = min(rest, needs[least] // _FILLING)
     return {least: needs[least]} | (fair_parts(others, weights, rest) if rest else dict.fromkeys(others, 0))

@@ -25,12 +25,12 @@ class Counts:
     num_encoded: int = 0  # embeddings of images
     num_drafts: int = 0  # times that a step verified drafts of a request
     num_draft_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)  # drafts accepted, by place
+    accepted_per_position: list[int] = field(default_factory=list)  # drafts accepted, by position
 
     external_queries: int = 0  # tokens looked up in lower tiers
-    external_hits: int = 0  # tokens loaded from there
+    external_hits: int = 0  # tokens loaded from lower tiers
     tiers: TierStats | None = None
-    num_ended: int = 0  # requests that ended after they ran, without those of batches
+    num_ended: int = 0  # requests that ended after they ran, excluding batches
 
     def count_drafts(self, num_draft: int, num_accepted: int) -> None:
         self.num_drafts += 1

@@ -1,7 +1,7 @@
 """One scheduled step: its input for the worker, and the requests at its batch positions.
 
-It may verify drafts of a running request (`StepInput.num_draft`), of which the scheduler knows only the number. The
-request's next step is scheduled when the number of accepted ones is known.
+A step may verify drafts of a running request (`StepInput.num_draft`), of which the scheduler knows only the number.
+The request's next step is scheduled when the number of accepted drafts is known.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Step:
         return text + (f", and {len(self.input.encode)} images" if self.input.encode else "")
 
     def add(self, request: Request, start: int, num_new: int, new_blocks: list[list[int]]) -> None:
-        """Add a chunk of a request, `num_new` tokens from token `start` on, after which a token is sampled if it ends
-        with the last known one. Tokens after that are drafts.
+        """Add a chunk of a request, `num_new` tokens from token `start` on. If it includes the last known token, a
+        token is sampled. Tokens after the last known one are drafts.
         """
         batch, end = self.input, start + num_new
         batch.rows.append(request.row)
@@ -58,7 +58,7 @@ class Step:
         self.num_tokens += num_new
 
     def record_encoded(self, begin: float, end: float) -> None:
-        """Record the times (time.time()) between which its images were encoded."""
+        """Record the times (time.time()) between which the step's images were encoded."""
         keys = {item.key for item in self.input.encode}
         for request in self.requests:
             if not keys.isdisjoint(item.key for item in request.media):
@@ -85,7 +85,7 @@ class Step:
             request.num_in_flight -= 1
 
     def sampled(self, output: StepOutput) -> Iterator[tuple[int, Request, list[int], list[TokenLogprobs] | None]]:
-        """Yield (batch position, request, token ids, log-probabilities) of requests that still wait for these."""
+        """Yield (batch position, request, token ids, log-probabilities) of requests that still wait for them."""
         logprobs = output.logprobs or [None] * len(output.token_ids)
         for i, token_ids, entries in zip(self.input.samples, output.token_ids, logprobs, strict=True):
             request = self.requests[i]

@@ -22,7 +22,7 @@ from quire.worker.messages import (
 # number of bad words times the length of the longest: the number of tokens that workers compare per step
 MAX_BAD_WORDS_SIZE = 1 << 18
 
-MAX_MARKER_TOKENS = 256  # per text that begins or ends the thoughts
+MAX_MARKER_TOKENS = 256  # per text that begins or ends thinking
 MAX_STOP_TOKEN_IDS = 1024  # searched for every sampled token
 
 
@@ -79,7 +79,7 @@ def _check_task(message: AddRequest, pooling: PoolingInfo | None) -> None:
 
 def check_media(message: AddRequest, media: MediaInfo | None, longest_span: int) -> None:
     """Raise ValueError, naming the image and the limit, for images that the model cannot read. `longest_span` is the
-    most tokens that an image may take in a prompt of a model that computes its images whole.
+    maximum number of tokens of an image in a prompt of a model that computes its images whole.
     """
     if message.pooling is not None and message.pooling.task == "align":
         _check_alignment(message, media)
@@ -95,6 +95,8 @@ def check_media(message: AddRequest, media: MediaInfo | None, longest_span: int)
         span = message.prompt_token_ids[item.offset : item.offset + item.length]
         if item.offset < end or item.length < 1 or len(span) < item.length:
             raise ValueError(f"image {i}: its tokens {item.offset} to {item.offset + item.length} are misplaced")
+        if item.time is not None and (i == 1 or item.offset != end or item.time < 0):
+            raise ValueError(f"image {i} continues a video at {item.time}, but does not follow a frame of one")
         end = item.offset + item.length
         _check_image(i, item, span, media, longest_span)
 
@@ -121,7 +123,8 @@ def _check_alignment(message: AddRequest, media: MediaInfo | None) -> None:
 
 
 def _check_image(i: int, item: MediaItem, span: list[int], media: MediaInfo, longest_span: int) -> None:
-    if (placeholders := span.count(media.image_token_id)) != item.num_embeds or not placeholders:
+    placeholders = max(span.count(media.image_token_id), span.count(media.video_token_id))
+    if placeholders != item.num_embeds or not placeholders:
         raise ValueError(f"image {i} has {item.num_embeds} embeddings, but {placeholders} placeholders")
     if item.num_embeds > media.cache_size:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Flags and variables of other servers, and their meanings here."""
+"""Translates flags and variables of other servers."""

@@ -1,4 +1,4 @@
-"""Groups of other servers' flags, of which each file of this folder makes its table."""
+"""Groups flags of other servers; the tables of this folder consist of such groups."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Flags of one kind with the same meaning. `names` is text: `--switch`, `--[no-]switch`, `--one=`, `--optional=?`,
-    `--several=+`, `VARIABLE`.
+    """Holds flags of one kind with the same meaning. `names` is text: `--switch`, `--[no-]switch`, `--one=`,
+    `--optional=?`, `--several=+`, `VARIABLE`.
 
-    A `renamed` flag sets `option`, or its part `key`, to what `convert` makes of the text (None leaves the setting
+    A `renamed` flag sets `option`, or its part `key`, to the result of `convert` for the text (None leaves the setting
     alone), or to `value` if it is a switch. A `refused` flag with one of the `harmless` values has no effect.
     """
 

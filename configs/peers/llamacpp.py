@@ -1,9 +1,9 @@
-"""Flags of llama-server, of today and before, and its LLAMA_ARG_ variables."""
+"""Lists the flags of llama-server, current and former, and its LLAMA_ARG_ variables."""
 
 from quire.configs.peers import values
 from quire.configs.peers.groups import no_effect, refused, renamed, same
 
-_REQUEST = "a field of requests, for which the server has no default"
+_REQUEST = "a field of requests; the server has no default for it"
 _ONE_DEVICE = "the whole model runs on one kind of device: set --device cpu or --device cuda"
 _ROPE = "the context is extended as the model's files say; a copy of the model can say otherwise"
 _AGENT = "the server runs no tools: clients do"
@@ -164,11 +164,11 @@ GROUPS = (
         "-rea=? --reasoning=? LLAMA_ARG_REASONING --reasoning-effort= LLAMA_ARG_REASONING_EFFORT", "auto default",
     ),
     refused(
-        "what a template shows of earlier thoughts is the template's to say",
+        "the template decides which earlier thoughts it shows",
         "--reasoning-budget-message= LLAMA_ARG_THINK_BUDGET_MESSAGE --no-reasoning-preserve",
     ),
     no_effect(
-        "what a template shows of earlier thoughts is the template's to say",
+        "the template decides which earlier thoughts it shows",
         "--reasoning-preserve LLAMA_ARG_REASONING_PRESERVE",
     ),
     renamed("reasoning_parser", "--reasoning-format= LLAMA_ARG_THINK", values.reasoning_format,

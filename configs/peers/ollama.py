@@ -1,4 +1,4 @@
-"""Environment variables of `ollama serve`. It has no flags for them."""
+"""Lists the environment variables of `ollama serve`, which has no flags for them."""
 
 from quire.configs.peers import values
 from quire.configs.peers.groups import no_effect, renamed

@@ -1,4 +1,4 @@
-"""Names that no server listed here has, but that people try, and options of llama-cpp-python's server."""
+"""Lists names that people try although no server has them, and options of llama-cpp-python's server."""
 
 from quire.configs.peers.groups import refused, renamed
 

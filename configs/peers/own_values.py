@@ -1,4 +1,4 @@
-"""Values that other servers have for settings of the same name, by setting: without effect here, or refused."""
+"""Lists values of other servers for settings of the same name: without effect here, or refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ VALUES: dict[str, dict[str, str]] = {
 
 
 def other_meaning(option: str, value: Any) -> NoEffect | None:
-    """Return the reason for which another server's value has no effect here; None for a value of quire's.
+    """Return why another server's value has no effect here; None for a value of quire's.
 
     Raises ValueError with the reason if it is refused.
     """

@@ -1,4 +1,4 @@
-"""Flags and variables of other servers, as they are given, to settings and warnings."""
+"""Converts given flags and variables of other servers to settings and warnings."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from quire.configs.speculation import from_parts
 
 _ON_OFF = ("on", "off", "auto", "true", "false", "1", "0", "enabled", "disabled")
 _VARIABLES = ("LLAMA_ARG_", "LLAMA_API_KEY", "OLLAMA_", "VLLM_")
-_ALL_READ = ("LLAMA_ARG_", "VLLM_")  # of which an unknown variable is a warning
+_ALL_READ = ("LLAMA_ARG_", "VLLM_")  # an unknown variable with this prefix is a warning
 _OF_CHARTS = ("VLLM_ADDITIONAL_ARGS", "VLLM_API_SERVER_COUNT")  # KServe's scripts make flags of them
-# what Kubernetes sets in every pod for a service whose name begins with "vllm"
+# set by Kubernetes in every pod for a service whose name begins with "vllm"
 _SERVICE_LINK = re.compile(r"VLLM_(.*_)?(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP)(_.*)?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A flag or variable as it was given; `texts` are its values."""
+    """One flag or variable as it was given; `texts` are its values."""
 
     name: str
     texts: tuple[str, ...] = ()
@@ -36,11 +36,12 @@ class Given:
 
 @dataclass(slots=True)
 class Translation:
-    """Settings by name, the flags that set each, and a warning for each flag without effect."""
+    """Holds settings by name, the flags that set each, and a warning for each flag without effect."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    without_effect: list[Given] = field(default_factory=list)
 
 
 def take(arguments: list[str], start: int) -> tuple[Given, int] | None:
@@ -71,7 +72,7 @@ def take(arguments: list[str], start: int) -> tuple[Given, int] | None:
 
 
 def is_flag(argument: str) -> bool:
-    """As argparse sees it: negative numbers and texts with spaces are values."""
+    """Return whether argparse reads a word as a flag: negative numbers and texts with spaces are values."""
     if len(argument) < 2 or not argument.startswith("-") or " " in argument:
         return False
     return not argument[1:].replace(".", "", 1).isdecimal()
@@ -91,7 +92,7 @@ def from_python(name: str, value: Any) -> Given | None:
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Given]:
-    """Return the variables of llama.cpp, Ollama and vLLM in `environ`. An empty one is none."""
+    """Return the variables of llama.cpp, Ollama and vLLM in `environ`, without empty ones."""
     known = rows()
     return [
         Given(name, (environ[name],))
@@ -120,6 +121,7 @@ def translate(given: Iterable[Given]) -> Translation:
         value = _value(row, one)
         if isinstance(value, NoEffect):
             result.warnings.append(f"{one}: no effect: {value}")
+            result.without_effect.append(one)
         elif value is not None:
             _add(parts.setdefault(row.group.option, {}), row, one, value)
     for option, found in parts.items():
@@ -133,7 +135,7 @@ def translate(given: Iterable[Given]) -> Translation:
 
 
 def _value(row: Row, given: Given) -> Any:
-    """Return the value of the setting, None to leave it alone, or the reason for which the flag has no effect."""
+    """Return the value of the setting, None to leave it alone, or the reason why the flag has no effect."""
     group, text = row.group, " ".join(given.texts)
     if row.takes == SWITCH and given.texts == ("false",):
         return None  # a switch of a YAML file that is off
@@ -152,7 +154,7 @@ def _value(row: Row, given: Given) -> Any:
 
 
 def _add(found: dict[str, tuple[Given, Any]], row: Row, given: Given, value: Any) -> None:
-    """A later flag of the same name replaces an earlier one; lists grow. Raises ValueError for names that disagree."""
+    """Add a flag: it replaces an earlier one of the same name; lists grow. Raises ValueError if names disagree."""
     key = row.group.key
     before, known = found.get(key, (given, value))
     if isinstance(value, list) and known is not value:
@@ -163,7 +165,7 @@ def _add(found: dict[str, tuple[Given, Any]], row: Row, given: Given, value: Any
 
 
 def _combine(option: str, parts: dict[str, Any]) -> Any:
-    """Return the value of a setting of which flags set parts. Raises ValueError if they do not go together."""
+    """Return the value of a setting whose parts several flags set. Raises ValueError if they do not fit together."""
     if option == "speculative_config":
         return parts[""] if set(parts) == {""} else from_parts(parts)
     if option == "override_generation_config":

@@ -1,4 +1,4 @@
-"""Flags of SGLang's `launch_server`, of today and before."""
+"""Lists the flags of SGLang's `launch_server`, current and former."""
 
 from quire.configs.peers import values
 from quire.configs.peers.groups import no_effect, refused, renamed, same
@@ -237,7 +237,7 @@ GROUPS = (
     refused("the draft model is read as its files say", "--speculative-draft-model-revision= --uno-lora-path="),
     refused(_APART, "--decoupled-spec-bind-endpoint= --decoupled-spec-connect-endpoints= --decoupled-spec-rank= "
         "--decoupled-spec-role="),
-    # engines apart
+    # disaggregation
     refused(
         _APART,
         "--disaggregation-mode= --encoder-only --language-only --encoder-urls=+ --encoder-register-urls=+ "

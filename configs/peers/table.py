@@ -1,4 +1,4 @@
-"""The table of other servers' flags and environment variables: a row for each."""
+"""Builds the table of other servers' flags and environment variables, with a row for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SWITCH, ONE, OPTIONAL, SEVERAL = "", "=", "=?", "=+"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One flag or variable of one server, and the values that it takes."""
+    """Describes one flag or variable of one server."""
 
     name: str
     takes: str
@@ -52,7 +52,7 @@ def rows_of(server: str) -> Iterator[Row]:
 
 @cache
 def rows() -> dict[str, Row]:
-    """Return the first row of each name. The rows of one name, of several servers, agree in their meaning."""
+    """Return the first row of each name. Rows of several servers with the same name have the same meaning."""
     found: dict[str, Row] = {}
     for server in SERVERS:
         for row in rows_of(server):

@@ -1,4 +1,4 @@
-"""Flags of text-generation-launcher (TGI). Its variables have no prefix, and are not read."""
+"""Lists the flags of text-generation-launcher (TGI). Its variables have no prefix and are not read."""
 
 from quire.configs.peers import values
 from quire.configs.peers.groups import no_effect, refused, renamed, same
@@ -43,7 +43,7 @@ GROUPS = (
     refused("structured output is always on", "--disable-grammar-support"),
     no_effect("`quire collect-env` prints these", "--env -e"),
     renamed("lora_modules", "--lora-adapters=", values.adapters),
-    no_effect("nothing is reported to anyone", "--usage-stats="),
+    no_effect("quire sends no usage reports", "--usage-stats="),
     renamed("max_body_size", "--payload-limit="),
     no_effect("requests may always ask for prompt_logprobs", "--enable-prefill-logprobs"),
     renamed("shutdown_timeout", "--graceful-termination-timeout= -g="),

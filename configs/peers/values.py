@@ -1,4 +1,4 @@
-"""Translation of the values of other servers' flags. Each function takes the text and returns the setting's value, None
+"""Translates the values of other servers' flags. Each function takes the text and returns the setting's value, None
 to leave the setting alone, or `NoEffect`. It raises ValueError with the reason for a refusal.
 """
 
@@ -16,11 +16,11 @@ ALL_LAYERS = 99  # as a number of layers, it stands for all of them
 
 
 class NoEffect(str):
-    """The reason for which a value changes nothing."""
+    """The reason why a value has no effect."""
 
 
 def unless(*words: str) -> Callable[[str], str | None]:
-    """Return the text itself, except for `words`, which stand for the default."""
+    """Return a function that returns the text itself, or None for `words`, which mean the default."""
     return lambda text: None if text in words else text
 
 
@@ -50,7 +50,7 @@ def words(text: str) -> list[str]:
 
 
 def scaled(factor: float, whole: bool = False) -> Callable[[str], Any]:
-    """Return a number times `factor`."""
+    """Return a function that converts text to a number and multiplies it by `factor`."""
 
     def convert(text: str) -> Any:
         result = number(text) * factor
@@ -60,7 +60,7 @@ def scaled(factor: float, whole: bool = False) -> Callable[[str], Any]:
 
 
 def ram_cache(text: str) -> float | NoEffect:
-    """llama.cpp's MiB of RAM for prompts."""
+    """Convert llama.cpp's MiB of RAM for prompts to GiB."""
     size = number(text)
     if size < 0:
         raise ValueError("the RAM for KV blocks needs a limit: set --kv-offload-gib")
@@ -68,13 +68,13 @@ def ram_cache(text: str) -> float | NoEffect:
 
 
 def gibibytes(text: str) -> str | None:
-    """vLLM's GiB of KV cache on CPU, of which 0 is the default."""
+    """Convert vLLM's GiB of KV cache on CPU; 0 is its default."""
     size = number(text)
     return str(int(size * (1 << 30))) if size else None
 
 
 def layers(text: str) -> str | NoEffect | None:
-    """llama.cpp's number of layers on the GPU: none is the CPU, and all is what `--device auto` does."""
+    """Convert llama.cpp's number of layers on the GPU: 0 is the CPU, all of them is `--device auto`."""
     if text in ("all", "auto", "-1"):
         return None
     count = number(text)
@@ -86,7 +86,7 @@ def layers(text: str) -> str | NoEffect | None:
 
 
 def limit(text: str) -> int | None:
-    """llama.cpp's number of tokens of an answer, of which a negative number is no limit."""
+    """Convert llama.cpp's limit of output tokens; a negative number is no limit."""
     count = int(number(text))
     return None if count < 0 else count
 
@@ -104,14 +104,14 @@ def chunk(text: str) -> str | NoEffect:
 
 
 def cache_type(text: str) -> str | None:
-    """Types of keys and values of llama.cpp and Ollama. Activations have 16 bits."""
+    """Convert a type of keys and values of llama.cpp or Ollama. Activations have 16 bits."""
     if text.lower() not in _CACHE_TYPES:
         raise ValueError(f"{text}: keys and values have the type of the activations, or 8 bits (q8_0, here int8)")
     return _CACHE_TYPES[text.lower()]
 
 
 def level(text: str) -> str:
-    """llama.cpp's verbosity, a number."""
+    """Convert llama.cpp's verbosity, a number."""
     return _LEVELS[min(max(int(number(text)), 0), len(_LEVELS) - 1)]
 
 
@@ -120,7 +120,7 @@ def debug_level(text: str) -> str | None:
 
 
 def interval(text: str) -> str:
-    """Seconds, of which a negative number means never."""
+    """Convert seconds; a negative number means never."""
     return "0" if number(text) < 0 else text
 
 
@@ -145,7 +145,7 @@ def reasoning_format(text: str) -> str | None:
 
 
 def adapter(text: str) -> str:
-    """SGLang's adapter, whose name may be left out."""
+    """Convert SGLang's adapter; its name is optional."""
     return text if "=" in text or text.startswith("{") else f"{text}={text}"
 
 
@@ -154,7 +154,7 @@ def adapters(text: str) -> list[str]:
 
 
 def quantize(text: str) -> str | NoEffect:
-    """TGI's `--quantize`."""
+    """Convert TGI's `--quantize`."""
     if text in ("int8", "int4"):
         return text
     if text in ("awq", "gptq", "marlin", "exl2", "compressed-tensors"):
@@ -173,24 +173,24 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def images(text: str) -> str:
-    """Return the limits of SGLang, whose names are those of vLLM."""
+    """Convert the limits of SGLang, which has vLLM's names."""
     return json.dumps(json_object(text))
 
 
 def sampling_defaults(text: str) -> str:
-    """SGLang's `--sampling-defaults`: openai leaves out the model's generation_config.json."""
+    """Convert SGLang's `--sampling-defaults`: openai leaves out the model's generation_config.json."""
     if text not in ("model", "openai"):
         raise ValueError(f"expected model or openai, got {text!r}")
     return {"model": "auto", "openai": "vllm"}[text]
 
 
 def policy(text: str) -> str | NoEffect:
-    """SGLang's order of waiting requests."""
+    """Convert SGLang's order of waiting requests."""
     if text in ("fcfs", "priority"):
         return text
     return NoEffect("requests wait in the order of their arrival; equal prefixes are computed once in any order")
 
 
 def above_one(text: str) -> bool:
-    """Return a number of ranks, of which one is none."""
+    """Return a number of ranks, or None for one."""
     return number(text) > 1

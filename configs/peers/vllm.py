@@ -1,4 +1,4 @@
-"""Flags of `vllm serve`, of today and before."""
+"""Lists the flags of `vllm serve`, current and former."""
 
 from quire.configs.peers import values
 from quire.configs.peers.groups import no_effect, refused, renamed, same
@@ -30,7 +30,9 @@ GROUPS = (
         "--max-num-batched-tokens= --max-num-seqs= --max-num-queued-reqs= --max-num-queued-tokens= "
         "--long-prefill-token-threshold= --scheduling-policy= --speculative-config= --kv-events-config= "
         "--kv-transfer-config= --[no-]enable-log-requests --max-log-len= --log-config-file= --middleware= "
-        "--nnodes= --node-rank= --master-addr= --master-port= --headless "
+        "--media-io-kwargs= --nnodes= --node-rank= --master-addr= --master-port= --headless "
+        "--data-parallel-size-local= --data-parallel-start-rank= --data-parallel-rank= --data-parallel-hybrid-lb "
+        "--data-parallel-address= --data-parallel-rpc-port= --no-data-parallel-hybrid-lb "
         "--shutdown-timeout= --[no-]enable-sleep-mode "
         "--lora-modules=+ --chat-template= --[no-]trust-request-chat-template "
         "--[no-]enable-auto-tool-choice --[no-]exclude-tools-when-tool-choice-none --tool-call-parser= "
@@ -57,18 +59,18 @@ GROUPS = (
         f"of vLLM: {_MACHINES}; of llama.cpp: stop is a field of requests",
         "-r=",
     ),
-    refused(
-        _MACHINES,
-        "--data-parallel-rank= -dpn= --data-parallel-start-rank= -dpr= "
-        "--data-parallel-external-lb -dpe --data-parallel-hybrid-lb -dph --data-parallel-multi-port-external-lb -dpm",
-        "0",
-    ),
+    renamed("data_parallel_rank", "-dpn="),
+    renamed("data_parallel_start_rank", "-dpr="),
+    renamed("data_parallel_size_local", "-dpl="),
+    renamed("data_parallel_address", "-dpa="),
+    renamed("data_parallel_rpc_port", "-dpp="),
+    renamed("data_parallel_hybrid_lb", "-dph", value="true"),
+    no_effect("a server with --data-parallel-rank serves that engine alone", "--data-parallel-external-lb -dpe"),
+    refused("start a server with --data-parallel-rank for each port", "--data-parallel-multi-port-external-lb -dpm"),
     no_effect(
         _MACHINES,
         "--distributed-timeout-seconds= --cpu-distributed-timeout-seconds= "
-        "--data-parallel-address= -dpa= --data-parallel-rpc-port= -dpp= "
-        "--data-parallel-size-local= -dpl= --data-parallel-backend= -dpb= --no-data-parallel-external-lb "
-        "--no-data-parallel-hybrid-lb --no-data-parallel-multi-port-external-lb "
+        "--data-parallel-backend= -dpb= --no-data-parallel-external-lb --no-data-parallel-multi-port-external-lb "
         "--data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= "
         "--dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= --dp-sync-interval= "
         "--[no-]disable-nccl-for-dp-synchronization --[no-]enable-elastic-ep --elastic-ep-max-dp-size= "
@@ -197,7 +199,6 @@ GROUPS = (
         "--mm-processor-device= --mm-ipc-gpu-memory-gb= --[no-]mm-device-do-normalize "
         "--[no-]disable-mm-preprocessor-cache --video-pruning-rate= --video-pruning-method=",
     ),
-    refused(_MEDIA, "--media-io-kwargs=", "{}"),
     refused("prompts are text, token ids and images", "--enable-prompt-embeds --enable-mm-embeds"),
     no_effect("prompts are text, token ids and images", "--no-enable-prompt-embeds --no-enable-mm-embeds"),
     no_effect("requests may always give mm_processor_kwargs", "--trust-request-mm-kwargs"),

@@ -1,4 +1,4 @@
-"""When images were encoded, for traces."""
+"""Records when images were encoded, for traces."""
 
 from __future__ import annotations
 

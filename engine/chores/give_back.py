@@ -1,4 +1,4 @@
-"""Memory of the KV cache that goes back to the system: of free blocks while the machine is short of it, of all blocks
+"""Returns KV cache memory to the system: that of free blocks while the machine is short of memory, that of all blocks
 after a long time without a request.
 """
 
@@ -39,7 +39,7 @@ class GiveBack(Chore):
             self._give_some()
 
     def _give_all(self, seconds: float) -> None:
-        """Forget cached prefixes and give all memory back, if the workers find that it is time after these `seconds`
+        """Forget cached prefixes and return all memory, if the workers find that it is time after these `seconds`
         without a request.
         """
         if self._workers.wants_memory_back(seconds) and self._kv.reset_prefix_cache():
@@ -50,8 +50,8 @@ class GiveBack(Chore):
             logger.info("idle for %.0f s: gave the memory of the KV cache back", seconds)
 
     def _give_some(self) -> None:
-        """Give the memory of as many blocks back as the machine is short of: of those that no request holds, cached
-        prefixes last.
+        """Return the memory of as many free blocks as the machine is short of, that of cached prefixes
+        last.
         """
         short = self._workers.memory_short()
         was_short, self._was_short = self._was_short, short > 0

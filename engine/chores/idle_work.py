@@ -9,7 +9,7 @@ from quire.worker.messages import WorkerCalls
 
 
 class IdleWork(Chore):
-    """One piece a turn: the engine looks for messages in between."""
+    """Runs one piece per turn, so that the engine receives messages in between."""
 
     def __init__(self, workers: WorkerCalls):
         self._workers, self._is_left = workers, True

@@ -1,4 +1,4 @@
-"""Looks for kernels that are still being compiled, while no request runs, so that none pays for the switch to them."""
+"""Looks for kernels that are still being compiled, while no request runs, so that no request pays for the switch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from quire.engine.kv.manager import KVCacheManager
 from quire.engine.kv.publisher import KVEventPublisher
 from quire.engine.kv.tiers import Tiers
 
-LEFT_POOLS = 4  # number of pools' worth of departed blocks whose tokens stay known
+LEFT_POOLS = 4  # departed blocks whose tokens stay known, in multiples of the pool's size
 
 
 class PublishKVEvents(Chore):
@@ -21,7 +21,7 @@ class PublishKVEvents(Chore):
 
     @property
     def source(self) -> dict[str, object]:
-        """Where events are published, as vLLM tells it."""
+        """Return where events are published, with vLLM's keys."""
         return self._publisher.source
 
     def due(self, idle: bool) -> float:

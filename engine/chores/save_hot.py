@@ -1,5 +1,5 @@
-"""Writes of hot blocks to disk, so that a restart finds them: some now and then while requests run, and all while none
-does or when the engine ends.
+"""Writes hot blocks to disk, so that a restart finds them: some at intervals while requests run, and all while none
+runs or when the engine ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.engine.kv.tiers import SAVED_AT_ONCE, Tiers
 
 logger = logging.getLogger(__name__)
 
-INTERVAL, IDLE_INTERVAL = 1.0, 0.01  # seconds between writes while requests run, and while none does
+INTERVAL, IDLE_INTERVAL = 1.0, 0.01  # seconds between writes while requests run, and while none runs
 RETRY = 5.0  # seconds after a write that was not possible
 BUSY_BYTES = 8 << 20  # per write while requests run
 WRITTEN_AFTER = 1.0  # seconds until blocks that were given to the disk are written, unless it is slow
@@ -23,7 +23,7 @@ END_TIMEOUT = 15.0  # seconds of writing before the engine ends
 
 
 class SaveHot(Chore):
-    """`report` is called when what was written can be told in statistics."""
+    """Saves hot blocks. `report` is called when statistics can include the blocks written."""
 
     def __init__(self, contents: Contents, tiers: Tiers, bytes_per_block: int, report: Callable[[], None]):
         self._contents, self._tiers, self._report = contents, tiers, report

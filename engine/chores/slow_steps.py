@@ -1,4 +1,4 @@
-"""A warning of a step that took long: it delayed every request's next token."""
+"""Warnings of slow steps, which delay every request's next token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WarnOfSlowSteps(Chore):
         self._threshold, self._scheduler = threshold, scheduler
         self._ended = 0.0  # time.monotonic() of the last step's result
         self._next = 0.0
-        self._slow: tuple[Step, float] | None = None  # to warn of, and its seconds
+        self._slow: tuple[Step, float] | None = None  # step to warn of, and its duration in seconds
 
     def observe(self, step: Step) -> None:
         now = time.monotonic()

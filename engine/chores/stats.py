@@ -1,4 +1,4 @@
-"""Statistics for every server: a moment after something changed, at once when no request is left."""
+"""Statistics for every server: INTERVAL after a change, at once when no request is left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SendStats(Chore):
         self._send, self._due = send, math.inf
 
     def schedule(self) -> None:
-        """Something changed."""
+        """Send statistics soon, because something changed."""
         if self._due == math.inf:
             self._due = time.monotonic() + INTERVAL
 

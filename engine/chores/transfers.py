@@ -1,4 +1,4 @@
-"""Copy blocks for other servers between steps."""
+"""Copies blocks for other servers between steps."""
 
 from __future__ import annotations
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, Protocol
 
 from quire.configs.config import Config
 from quire.engine.executor.stubs import stub
+from quire.worker.host import torch_start
 from quire.worker.messages import SlotCalls, StepInput, StepOutput, TierCalls, TransferCalls, WorkerCalls, WorkerReady
 
+OF_ALL = {"load_lora"}  # calls that each rank may refuse for its own reason: see `first_reason`
 ReportProgress = Callable[[str, float], None]  # (phase, fraction of it)
 
 
@@ -20,6 +22,11 @@ class Pending(Protocol):
 
     def result(self) -> StepOutput:
         """Wait for the step and return its output. Raises if the step failed; the engine cannot continue after that."""
+
+
+def first_reason(answers: Iterable[str]) -> str:
+    """Return the reason of the first rank that has one, "" if none has."""
+    return next(filter(None, answers), "")
 
 
 class Executor(ABC):
@@ -38,8 +45,9 @@ class Executor(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method on every worker between steps and return the first worker's result. `workers`, `tiers`,
-        `slots` and `transfers` name the methods; "tiers.poll" is that of the worker's attribute `tiers`.
+        """Call a method on every worker between steps. Returns the first worker's result, for a call in `OF_ALL`
+        the first reason that a worker gives. `workers`, `tiers`, `slots` and `transfers` name the methods;
+        "tiers.poll" is that of the worker's attribute `tiers`.
         """
 
     @cached_property
@@ -67,7 +75,7 @@ class Executor(ABC):
         return
 
     def sentinels(self) -> list[int]:
-        """File descriptors that become readable when a worker dies, for the poll of an idle engine."""
+        """Return file descriptors that become readable when a worker dies, for the poll of an idle engine."""
         return []
 
 
@@ -107,6 +115,8 @@ def executor_class(config: Config) -> Callable[[Config], Executor]:
 
 def import_executor(name: str) -> Callable[[Config], Executor]:
     """Return the class that a value of `distributed_executor_backend` names. Raises ValueError if there is none."""
+    if name in _EXECUTORS:
+        torch_start.postpone()
     module, colon, attribute = _EXECUTORS.get(name, name).partition(":")
     if not colon:
         raise ValueError(

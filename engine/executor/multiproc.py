@@ -13,7 +13,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -21,6 +20,7 @@ import time
 import traceback
 from collections import deque
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Event
 from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,10 +30,12 @@ import msgspec
 
 from quire.configs import platforms
 from quire.configs.config import Config
-from quire.engine.executor.base import Executor, Pending, ReportProgress
+from quire.configs.sockets import bind
+from quire.engine.executor.base import OF_ALL, Executor, Pending, ReportProgress, first_reason
 from quire.engine.executor.nodes import RemoteRanks, join, use_interface
 from quire.engine.messages import STACKS_FOLDER
 from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, no_collection, start_logging
+from quire.worker.host import torch_start
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 STEP, CALL = b"S", b"C"  # to a worker
@@ -66,7 +68,7 @@ class MultiprocExecutor(Executor):
         self._pipes: list[Connection] = []
         self._outputs: deque[StepOutput] = deque()  # received, not requested yet
         self._rendezvous: Path | None = None
-        self._remote: RemoteRanks | None = None  # those of other machines
+        self._remote: RemoteRanks | None = None  # ranks of other machines
         self._folder: tempfile.TemporaryDirectory | None = None  # folder of the rendezvous file, if the engine has none
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
@@ -126,10 +128,12 @@ class MultiprocExecutor(Executor):
 
     def call(self, method: str, *args: Any) -> Any:
         self._send(CALL + _encode((method, args)))
-        while True:
-            kind, payload = self._receive_answer()
+        values, missing = {}, self._world_size if method in OF_ALL else 1
+        while len(values) < missing:
+            rank, kind, payload = self._receive_answer()
             if kind == VALUE:
-                return msgspec.msgpack.decode(payload)
+                values[rank] = msgspec.msgpack.decode(payload)
+        return first_reason(values.values()) if method in OF_ALL else values[self._answering]
 
     def shutdown(self) -> None:
         for pipe in self._pipes:
@@ -169,13 +173,13 @@ class MultiprocExecutor(Executor):
             except OSError:
                 raise self._death(rank) from None
 
-    def _receive_answer(self) -> tuple[bytes, bytes]:
-        """Return the next message of the answering rank; outputs are also queued."""
+    def _receive_answer(self) -> tuple[int, bytes, bytes]:
+        """Return the next message of a rank that answers; outputs are also queued."""
         rank, kind, payload = self._receive()
-        assert rank == self._answering, f"rank {rank} answered"
         if kind == OUTPUT:
+            assert rank == self._answering, f"rank {rank} answered"
             self._outputs.append(_decode_output(payload))
-        return kind, payload
+        return rank, kind, payload
 
     def _receive(self) -> tuple[int, bytes, bytes]:
         """Wait for the next message of any rank: (rank, kind, payload).
@@ -216,7 +220,7 @@ class _Reply:
 
 
 class Place(NamedTuple):
-    """A rank among all. Exactly one of them `answers`; `init_method` says where they meet, None for a single one."""
+    """A rank of the model. Exactly one rank `answers`; `init_method` is where the ranks meet, None for a single one."""
 
     rank: int
     world_size: int
@@ -231,14 +235,15 @@ def worker_main(worker_class: str, config: Config, place: Place, pipe: Connectio
     _run(worker_class, config, place, pipe)
 
 
-def remote_main(config: Config, rank: int) -> None:
-    """Run the process of a rank of a node that is not the first: join that, then do as its own ranks."""
+def remote_main(config: Config, rank: int, joined: Event) -> None:
+    """Run the process of a rank on another node: join the first node, then serve as its ranks do. Sets `joined`."""
     _begin(config, rank)
     try:
         config, init_method, pipe = join(config, rank)
     except ValueError as error:
         logger.error("the first node refuses rank %d: %s", rank, error)
         os._exit(REFUSED)
+    joined.set()
     parallel = config.parallel
     answers = rank == parallel.world_size - parallel.tensor_parallel_size
     _run(MultiprocExecutor.worker_class, config, Place(rank, parallel.world_size, init_method, answers), pipe)
@@ -262,6 +267,7 @@ def _run(worker_class: str, config: Config, place: Place, pipe: Connection) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
         module, _, name = worker_class.partition(":")
+        torch_start.postpone()
         with no_collection():
             imported = importlib.import_module(module)
         worker = getattr(imported, name)(config, place.rank, place.world_size, place.init_method, **where)
@@ -286,21 +292,21 @@ def _serve(worker: Any, pipe: Connection, answers: bool) -> None:
         raise EOFError from error
     pipe.send_bytes(READY + _encode(ready))
     results: SimpleQueue = SimpleQueue()
-    threading.Thread(target=_reply, args=(results, pipe, answers), name="reply", daemon=True).start()
+    threading.Thread(target=_reply, args=(results, pipe), name="reply", daemon=True).start()
     while True:
         message = pipe.recv_bytes()
         if message[:1] == STEP:
-            results.put((OUTPUT, worker.execute(_decode_step(message[1:]))))
+            results.put((OUTPUT, worker.execute(_decode_step(message[1:])), answers))
         else:
             method, args = msgspec.msgpack.decode(message[1:])
-            results.put((VALUE, attrgetter(method)(worker)(*args)))
+            results.put((VALUE, attrgetter(method)(worker)(*args), answers or method in OF_ALL))
 
 
-def _reply(results: SimpleQueue, pipe: Connection, answers: bool) -> None:
+def _reply(results: SimpleQueue, pipe: Connection) -> None:
     """Wait for each result in turn, and send it if this rank answers."""
     try:
         while True:
-            kind, value = results.get()
+            kind, value, answers = results.get()
             value = value.result() if kind == OUTPUT else value
             if answers:
                 pipe.send_bytes(kind + _encode(value))
@@ -312,11 +318,7 @@ def _reply(results: SimpleQueue, pipe: Connection, answers: bool) -> None:
 
 
 def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError as error:
-            raise ValueError(f"--master-addr {address} is no address of this node: {error.strerror}") from None
+    with bind(address, 0, f"--master-addr {address}") as probe:
         return probe.getsockname()[1]
 
 

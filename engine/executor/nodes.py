@@ -1,14 +1,15 @@
-"""The ranks of other machines: they connect to the first node over TCP, and then speak `multiproc`'s protocol as if
-the connection were a pipe.
+"""The ranks of other machines: they connect to the first node over TCP, and then speak `multiproc`'s protocol as if the
+connection were a pipe.
 
-A rank first sends `Join` and gets `Joined`. Whoever reaches the port can join, as with torch's own rendezvous: only
-the nodes should reach it. The settings of the server, with its keys, stay on the first node.
+A rank first sends `Join` and gets `Joined`. Every process that reaches the port can join, as with torch's own
+rendezvous: only the nodes should reach it. The settings of the server, with its keys, stay on the first node.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import select
@@ -18,19 +19,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 import msgspec
 
 from quire.configs.config import Config, ParallelConfig
 from quire.configs.serving import ServerConfig
+from quire.configs.sockets import HELLO_TIMEOUT, SILENCE, Arrivals, bind, different_sizes, limit_wait, watchful
 
 logger = logging.getLogger(__name__)
 
-SILENCE = 8  # seconds after which a machine that does not answer is gone
 RETRY = 1.0  # seconds between attempts to reach the first node
-ACCEPT_TIMEOUT = 0.5  # seconds between looks whether this node's own ranks live
-HELLO_TIMEOUT = 10  # seconds for a connection to say which rank it is
+ACCEPT_TIMEOUT = 0.5  # seconds between checks that this node's own ranks live
 REMIND = 30.0  # seconds between lines that name the missing nodes
 _SIOCGIFADDR = 0x8915
 _MAX_HELLO = 1 << 20  # bytes
@@ -57,7 +57,7 @@ def sizes_of(parallel: ParallelConfig) -> tuple[int, int, int]:
 
 
 def interface_to(address: str) -> str | None:
-    """Return the network interface by which this machine reaches `address`, or that has it. None if it is unknown."""
+    """Return the network interface by which this machine reaches `address`, or that has it; None if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
@@ -79,21 +79,6 @@ def use_interface(address: str) -> None:
             os.environ.setdefault(variable, name)
 
 
-def _watchful(connected: socket.socket) -> Connection:
-    """Return the connection, which ends when the other machine does not answer for SILENCE seconds."""
-    connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, 2),
-        (socket.TCP_KEEPINTVL, 2),
-        (socket.TCP_KEEPCNT, (SILENCE - 2) // 2),
-        (socket.TCP_USER_TIMEOUT, SILENCE * 1000),
-    ):
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Connection(connected.detach())
-
-
 def _has_ended(pipe: Connection) -> bool:
     poller = select.poll()
     poller.register(pipe.fileno(), _ENDS)
@@ -110,75 +95,81 @@ class RemoteRanks:
         self._config, self._parallel, self._check_local = config, config.parallel, check_local
         self.pipes: dict[int, Connection] = {}
         self._gone, self._gone_writer = os.pipe()
+        self._missing = set(range(self._parallel.ranks_per_node, self._parallel.world_size))
+        self._arrivals = Arrivals("remote-rank")
+        self._mutex = threading.Lock()  # guards `pipes` and `_missing` until all have met
+        self._met, self._met_writer = os.pipe()
 
     def meet(self, init_method: str) -> None:
         """Wait for every rank of the other nodes, however long they take. Raises ValueError for a port in use."""
-        parallel = self._parallel
-        missing = set(range(parallel.ranks_per_node, parallel.world_size))
         with self._listen() as listener:
             reminded = -REMIND
-            while missing:
+            while self._missing:
                 if time.monotonic() - reminded >= REMIND:
                     reminded = time.monotonic()
-                    nodes = sorted({rank // parallel.ranks_per_node for rank in missing})
-                    where = f"{parallel.master_addr}:{parallel.master_port}"
-                    logger.info("waiting for node %s at %s", ", ".join(map(str, nodes)), where)
+                    self._remind()
                 self._check_local()
-                with contextlib.suppress(TimeoutError):
-                    joined, _ = listener.accept()
-                    self._admit(joined, missing, init_method)
+                if listener in wait([listener, self._met], ACCEPT_TIMEOUT):
+                    self._accept(listener, init_method)
         threading.Thread(target=self._watch, name="remote-ranks", daemon=True).start()
 
     def _listen(self) -> socket.socket:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        address = (self._parallel.master_addr, self._parallel.master_port)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            listener.close()
-            raise ValueError(
-                f"--master-addr {address[0]}, --master-port {address[1]}: cannot listen: {error.strerror}"
-            ) from None
+        address, port = self._parallel.master_addr, self._parallel.master_port
+        listener = bind(address, port, f"--master-addr {address}, --master-port {port}")
         listener.listen()
         listener.settimeout(ACCEPT_TIMEOUT)
         return listener
 
-    def _admit(self, joined: socket.socket, missing: set[int], init_method: str) -> None:
-        """Take a rank that is missing. Any other connection ends, with the reason if it is a rank."""
-        joined.settimeout(None)
-        joined.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_TIMEOUT, 0))
-        peer = joined.getpeername()[0]
-        pipe = Connection(joined.detach())
+    def _remind(self) -> None:
+        parallel = self._parallel
+        nodes = sorted({rank // parallel.ranks_per_node for rank in list(self._missing)})
+        where = f"{parallel.master_addr}:{parallel.master_port}"
+        logger.info("waiting for node %s at %s", ", ".join(map(str, nodes)), where)
+
+    def _accept(self, listener: socket.socket, init_method: str) -> None:
+        """Admit a connection in a thread of its own, because it may stay silent."""
         try:
-            hello = msgspec.msgpack.decode(pipe.recv_bytes(_MAX_HELLO), type=Join)
-            refusal = self._refusal(hello)
-            if not refusal and hello.rank in self.pipes and not _has_ended(self.pipes[hello.rank]):
-                raise ConnectionError(f"rank {hello.rank} has joined already")  # the rank tries again
-            config = b"" if refusal else msgspec.msgpack.encode(replace(self._config, server=ServerConfig()))
-            pipe.send_bytes(msgspec.msgpack.encode(Joined(refusal, init_method, config)))
-        except (OSError, EOFError, msgspec.DecodeError) as error:
-            logger.warning("a connection from %s does not join: %s", peer, error)
-            pipe.close()
+            joined, (peer, _) = listener.accept()
+        except OSError as error:  # it has ended already, or there are no descriptors
+            logger.warning("no rank can join: %s", error)
+            time.sleep(ACCEPT_TIMEOUT)
             return
-        if refusal:
-            logger.warning("rank %d of %s was refused: %s", hello.rank, peer, refusal)
-            pipe.close()
-            return
-        with socket.socket(fileno=os.dup(pipe.fileno())) as again:
-            again.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-            self.pipes[hello.rank] = _watchful(again)
-        pipe.close()
-        missing.discard(hello.rank)
+        self._arrivals.start(functools.partial(self._admit, init_method), joined, peer)
+
+    def _admit(self, init_method: str, joined: socket.socket, peer: str) -> None:
+        """Take a rank that is missing. Any other connection ends, with the reason if it is a rank."""
+        with joined:
+            try:
+                joined.settimeout(None)
+                limit_wait(joined, HELLO_TIMEOUT)
+                with Connection(os.dup(joined.fileno())) as pipe:
+                    hello = msgspec.msgpack.decode(pipe.recv_bytes(_MAX_HELLO), type=Join)
+                    if refusal := self._refusal(hello):
+                        pipe.send_bytes(msgspec.msgpack.encode(Joined(refusal)))
+                        raise ConnectionError(f"rank {hello.rank}: {refusal}")
+                    self._take(hello.rank, joined, pipe, init_method)
+            except (OSError, EOFError, msgspec.DecodeError) as error:
+                logger.warning("a connection from %s does not join: %s", peer, error)
+            finally:
+                self._arrivals.identified()
+
+    def _take(self, rank: int, joined: socket.socket, pipe: Connection, init_method: str) -> None:
+        """Answer a rank, and keep its connection. Raises ConnectionError if the rank has to try again."""
+        config = msgspec.msgpack.encode(replace(self._config, server=ServerConfig()))
+        with self._mutex:
+            if not self._missing or (rank in self.pipes and not _has_ended(self.pipes[rank])):
+                raise ConnectionError(f"rank {rank} has joined already")
+            pipe.send_bytes(msgspec.msgpack.encode(Joined("", init_method, config)))
+            limit_wait(joined, 0)
+            self.pipes[rank] = watchful(joined)
+            self._missing.discard(rank)
+            if not self._missing:
+                os.write(self._met_writer, b"x")
 
     def _refusal(self, hello: Join) -> str:
-        if tuple(hello.sizes) != sizes_of(self._parallel):
-            names = ("--nnodes", "--tensor-parallel-size", "--pipeline-parallel-size")
-            theirs, ours = (
-                ", ".join(f"{name} {value}" for name, value in zip(names, found, strict=True))
-                for found in (hello.sizes, sizes_of(self._parallel))
-            )
-            return f"this node has {theirs}; the first has {ours}"
+        flags = ("--nnodes", "--tensor-parallel-size", "--pipeline-parallel-size")
+        if why := different_sizes(flags, hello.sizes, sizes_of(self._parallel), "this node", "the first"):
+            return why
         others = range(self._parallel.ranks_per_node, self._parallel.world_size)
         return "" if hello.rank in others else f"rank {hello.rank} is none of another node"
 
@@ -192,7 +183,7 @@ class RemoteRanks:
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that is readable once a rank is gone."""
+        """Return a descriptor that is readable once a rank is gone."""
         return self._gone
 
     def describe(self, rank: int) -> str:
@@ -212,7 +203,7 @@ def join(config: Config, rank: int) -> tuple[Config, str, Connection]:
     while True:
         try:
             connected = socket.create_connection((parallel.master_addr, parallel.master_port), SILENCE)
-            pipe = _watchful(connected)
+            pipe = watchful(connected)
             pipe.send_bytes(msgspec.msgpack.encode(Join(rank, sizes_of(parallel))))
             joined = msgspec.msgpack.decode(pipe.recv_bytes(), type=Joined)
         except (OSError, EOFError):

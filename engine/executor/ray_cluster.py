@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from quire.configs.config import Config
-from quire.engine.executor.base import Executor, Pending, ReportProgress
+from quire.engine.executor.base import OF_ALL, Executor, Pending, ReportProgress, first_reason
+from quire.engine.executor.nodes import use_interface
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
 
 try:
@@ -65,6 +66,7 @@ class Rank:
         """Initialize the worker; raises ValueError as the worker does. Ray shows the rank its own GPU only."""
         from quire.worker.worker import Worker
 
+        use_interface(init_method.removeprefix("tcp://").rpartition(":")[0])
         self._worker = Worker(
             msgspec.msgpack.decode(config, type=Config),
             rank,
@@ -188,9 +190,9 @@ class RayExecutor(Executor):
         return _Reply(self, self._ranks[self._answering].collect.options(concurrency_group="collect").remote())
 
     def call(self, method: str, *args: Any) -> Any:
-        return self._get([rank.call.options(concurrency_group="launch").remote(method, *args) for rank in self._ranks])[
-            self._answering
-        ]
+        answers = [rank.call.options(concurrency_group="launch").remote(method, *args) for rank in self._ranks]
+        values = self._get(answers)
+        return first_reason(values) if method in OF_ALL else values[self._answering]
 
     def wait(self, reference: Any) -> bytes:
         """Return the value of `reference`. Raises RuntimeError if a rank fails or dies first."""

@@ -19,8 +19,8 @@ def method_names(protocol: type) -> tuple[str, ...]:
 
 
 def stub(protocol: type[T], send: Callable[..., Any]) -> T:
-    """Return an object with the methods of `protocol`. Each returns `send(name, *args)` as its declared type, which a
-    message of msgpack does not keep: it has lists for tuples and structs.
+    """Return an object with the methods of `protocol`. Each converts `send(name, *args)` to its declared result type,
+    because msgpack turns tuples and structs into lists.
     """
     methods = {name: _method(getattr(protocol, name), send) for name in method_names(protocol)}
     return type(f"{protocol.__name__}Stub", (), methods)()

@@ -13,7 +13,7 @@ from quire.worker.worker import Worker
 
 
 class UniprocExecutor(Executor):
-    """With one step in flight the worker runs inline. With more it runs in its own thread, so that the next step is
+    """Runs the worker inline if one step is in flight at a time, else in its own thread, so that the next step is
     scheduled meanwhile.
     """
 

@@ -9,9 +9,9 @@ also leaves its state at *marks*, block boundaries within it, in pages of their 
     at its last block boundary, which at the end of a prompt is that before the last token
     sparse: at multiples of CHECKPOINT_TOKENS
 
-A mark takes a free page when all requests of the step have theirs, so that none runs later for it, and is free again,
-but found, after the step. Sparse ones, and the ends of chunks within a prompt, are reused before others, and take no
-page of others (`eviction.py`).
+A mark takes a free page after all requests of the step have theirs, so that it delays none of them. After the step the
+page is free again, but still found. Sparse marks, and ends of chunks within a prompt, are reused before others, and
+take no page that is worth more (`eviction.py`).
 
 Outputs leave checkpoints, of which only the newest stays, and one every CHECKPOINT_TOKENS tokens.
 """
@@ -26,15 +26,15 @@ from quire.engine.kv.pool import BlockPool
 from quire.engine.request import Request
 
 CHECKPOINT_TOKENS = 1024
-MAX_SEEN = 1 << 16  # hashes of blocks, of a model in which no group keeps all blocks
+MAX_SEEN = 1 << 16  # remembered block hashes of a model in which no group keeps all blocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
     request: Request
     position: int  # in the batch
-    num_tokens: int  # for the chunk before it
-    block: int  # the index of the block that ends at it
+    num_tokens: int  # of its chunk, before the mark
+    block: int  # index of the block that ends at the mark
     key: bytes
     sparse: bool
 
@@ -46,7 +46,7 @@ class Checkpoints:
         assert len(tags) <= 1, "layers with states form one group"
         self.pool, self.block_size, self.tags, self.finds_shared = pool, block_size, tags, finds_shared
         # state pages that the step being scheduled writes; visible to other requests from the next step on
-        self.pending: dict[int, tuple[bytes, Request, int]] = {}  # key, whose state it is, index of its last block
+        self.pending: dict[int, tuple[bytes, Request, int]] = {}  # key, the state's request, index of its last block
         self._marks: list[_Mark] = []  # for the step being scheduled
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
@@ -76,8 +76,8 @@ class Checkpoints:
                 self._seen.popitem(last=False)
 
     def num_shared(self, hashes: list[bytes], found: int) -> int:
-        """Return the number of blocks at the front of a request that an earlier one had; `found`: that are cached in
-        the other groups.
+        """Return the number of leading blocks that an earlier request had, too. `found`: leading blocks that are cached
+        in the other groups.
         """
         if self.finds_shared:
             return found
@@ -86,12 +86,12 @@ class Checkpoints:
     # ---- marks
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Return where a chunk of tokens [start, end) ends: at its last block boundary, unless it ends the prompt."""
+        """Return where a chunk of tokens [start, end) ends: at its last block boundary, except for the last chunk."""
         boundary = end // self.block_size * self.block_size
         return boundary if self.tags and end < request.num_tokens and boundary > start else end
 
     def plan(self, request: Request, position: int, start: int, end: int, limit: int) -> list[int]:
-        """Record that the step being scheduled computes tokens [start, end); the first `limit` of the request may be
+        """Record that the step being scheduled computes tokens [start, end); the first `limit` tokens may be
         shared. Returns the block boundaries in it at which to leave a checkpoint, sparse ones last.
         """
         size = self.block_size
@@ -108,7 +108,7 @@ class Checkpoints:
                 self._marks.append(_Mark(request, position, stop - start, block, key, stop in sparse))
 
     def _places(self, request: Request) -> tuple[int, int]:
-        """Return where its prompt leaves checkpoints that are worth as much as the one at its end."""
+        """Return the positions in a prompt whose checkpoints are worth as much as the one at its end."""
         return request.junction, request.turn_start // self.block_size * self.block_size
 
     def awaits(self, hashes: list[bytes]) -> bool:
@@ -133,7 +133,7 @@ class Checkpoints:
     # ---- ends of chunks
 
     def end_chunk(self, request: Request, page: int, key: bytes, block: int) -> None:
-        """Make the page that the request's last chunk writes a checkpoint. The one before it, after the prompt, is
+        """Turn the page that the request's last chunk writes into a checkpoint. The previous one after the prompt is
         dropped unless it is at a multiple of CHECKPOINT_TOKENS.
         """
         self.pending[page] = key, request, block

@@ -12,7 +12,7 @@ from quire.worker.messages import SlotCalls
 
 
 class Contents:
-    """`in_flight` are the steps whose results the scheduler has not processed yet."""
+    """The contents of a cache. `in_flight`: steps whose results the scheduler has not processed yet."""
 
     def __init__(self, kv: KVCacheManager, tiers: Tiers | None, in_flight: deque[Step], num_rows: int):
         self.kv, self.tiers, self.num_rows = kv, tiers, num_rows
@@ -20,7 +20,7 @@ class Contents:
         self.slots: Slots | None = None  # the contents that each row's last request left; None: not tracked
 
     def unsettled(self) -> set[int]:
-        """Blocks that steps in flight fill, which may still fail."""
+        """Return the blocks that steps in flight fill, which may still fail."""
         return {i for step in self._in_flight for ids in step.published.values() for i in ids}
 
     def reset_prefix_cache(self) -> bool:
@@ -39,11 +39,11 @@ class Contents:
         return keys is not None
 
     def save(self, most: int, only_free: bool = False) -> int:
-        """Give the disk tier up to `most` hot blocks, with `only_free` of those that no request holds. Returns the
-        number that it took.
+        """Give the disk tier up to `most` hot blocks, with `only_free` those that no request holds. Returns the
+        number taken.
         """
         return self.tiers.save(most, self.unsettled(), only_free) if self.tiers is not None else 0
 
     def open_slots(self, files: SlotCalls, index: int) -> None:
-        """Remember what requests leave in their rows, for llama.cpp's slot files."""
+        """Track the contents that requests leave in their rows, for llama.cpp's slot files."""
         self.slots = Slots(self.kv, files, self.tiers, self.num_rows, index, self.unsettled)

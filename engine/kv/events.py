@@ -77,15 +77,15 @@ class KVEventLog(PoolObserver):
     """The events since the last `take`, in order. Keys are a group's tag, one byte, and a block's hash.
 
     Lower tiers name blocks by key alone. A block is announced there if its tokens are known: while the pool has it, and
-    for the last `num_left` blocks that left the pool. 0: there are no lower tiers.
+    for the last `num_left` blocks that left the pool; 0 if there are no lower tiers.
     """
 
     def __init__(self, block_size: int, groups: Sequence[CacheGroup], num_left: int = 0):
         self.block_size, self.groups, self._num_left = block_size, tuple(groups), num_left
-        self._events: list[KVEvent] = [AllBlocksCleared()]  # of an earlier run of this engine nothing is left
+        self._events: list[KVEvent] = [AllBlocksCleared()]  # nothing is left of an earlier run of this engine
         self._facts: dict[bytes, _Facts] = {}  # of blocks in the pool
         self._left: OrderedDict[bytes, _Facts] = OrderedDict()
-        self._below: defaultdict[str, set[bytes]] = defaultdict(set)  # announced there, by medium
+        self._below: defaultdict[str, set[bytes]] = defaultdict(set)  # keys announced in lower tiers, by medium
 
     @property
     def has_events(self) -> bool:
@@ -146,7 +146,7 @@ class KVEventLog(PoolObserver):
             self._events.append(BlockRemoved([this], medium, g))
 
     def changed_below(self, changes: Iterable[tuple[str, bytes, bool]]) -> None:
-        """Blocks came into lower tiers or left them: (medium, key, whether it is there now), in order."""
+        """Record blocks that entered or left lower tiers: (medium, key, whether it is there now), in order."""
         for medium, key, here in changes:
             if not here:
                 if key in self._below[medium]:
@@ -157,7 +157,7 @@ class KVEventLog(PoolObserver):
                 self._store(key[0], wire_hash(key), facts, medium)
 
     def unpublished_all(self) -> None:
-        """The pool has no block any more; lower tiers keep theirs."""
+        """Record that the pool has no blocks any more; lower tiers keep theirs."""
         if not any(self._below.values()):
             self.cleared()
             return
@@ -165,15 +165,15 @@ class KVEventLog(PoolObserver):
             self._left_pool(key)
 
     def cleared(self) -> None:
-        """No block is cached; events that were not taken yet do not matter any more."""
+        """Record that no block is cached; drop events that were not taken yet."""
         self._events = [AllBlocksCleared()]
         for known in (self._facts, self._left, *self._below.values()):
             known.clear()
 
 
 def _extra_keys(request: Request, i: int, size: int) -> list[Any] | None:
-    """Inputs of block `i` besides tokens, in vLLM's order: adapters, images with the number of tokens from the block's
-    first one to their own (below 0: it lies before the block), and in the first block the salt.
+    """Return the inputs of block `i` besides tokens, in vLLM's order: adapters, images with the number of tokens from
+    the block's first one to their own (below 0: it lies before the block), and in the first block the salt.
     """
     keys: list[Any] = [use.name for use in request.adapters]
     if request.media:

@@ -7,8 +7,8 @@ A free page has a worth, which decides first:
     PLAIN     contents of a request
     KEPT + n  contents that a client asked to keep, or whose client runs tools: level n, 1 to MAX_LEVEL (`retention.py`)
 
-Pages of equal worth are reused in the order of their last use. That of a hot page, which another request than its own
-found, counts as one turnover later: when as many more pages were taken as there are. A prefix is released from its end,
+Pages of equal worth are reused in the order of their last use. The last use of a hot page, which another request
+found, counts as one turnover later: as many taken pages as there are pages. A prefix is released from its end,
 so that a block is never reused before those that continue it.
 """
 
@@ -23,11 +23,11 @@ _NOT_FREE = 255
 
 
 class EvictionOrder:
-    """The free ones of `pages`, at first all of them, and the worth of each page.
+    """The free pages among `pages`, at first all of them, and the worth of each page.
 
     An OrderedDict is a hash map over a doubly linked list, in C, so that every operation takes constant time. Hot pages
-    last for `turnover` pages longer than others. It is 0 for states: the newest one of a conversation, which no request
-    found yet, is worth more than the one before, which was found.
+    last for `turnover` pages longer than others. `turnover` is 0 for states: a conversation's newest state, which no
+    request found yet, is worth more than the one before, which was found.
     """
 
     def __init__(self, pages: range, turnover: int):
@@ -38,11 +38,11 @@ class EvictionOrder:
         self._num_taken = 0
         self.hot: set[int] = set()
         self.sparse: set[int] = set()
-        self.levels: dict[int, int] = {}  # for pages to keep
+        self.levels: dict[int, int] = {}  # per page to keep
         self.clear()
 
     def clear(self) -> None:
-        """Let all pages be free and empty, in the order of their ids: those never written stay so longest."""
+        """Make all pages free and empty, in the order of their ids, so that pages never written stay so longest."""
         for queue in self._queues:
             queue.clear()
         self._queues[EMPTY].update(dict.fromkeys(self._pages))
@@ -80,7 +80,7 @@ class EvictionOrder:
 
     @property
     def next_worth(self) -> int:
-        """The worth of the page to reuse next. There is one."""
+        """Return the worth of the page to reuse next, which must exist."""
         return self._next()
 
     def __iter__(self) -> Iterator[int]:
@@ -108,8 +108,8 @@ class EvictionOrder:
     # ---- worth of pages, free or not
 
     def keep(self, page: int, level: int) -> None:
-        """Reuse a page that is not empty after all of lower levels; a free one also after those of its own level. Level
-        0: like others again.
+        """Reuse a page that is not empty after all pages of lower levels, a free one also after those of its own level.
+        Level 0: keep it no longer.
         """
         if level:
             self.levels[page] = level
@@ -120,7 +120,7 @@ class EvictionOrder:
             self.push(page)
 
     def found(self, page: int, by_others: bool) -> bool:
-        """Record that a request found a page, which it holds; `by_others`: another than those of its publisher's group.
+        """Record that a request found a page, which it holds. `by_others`: the request is not of the publisher's group.
         Returns whether the page became hot.
         """
         self.sparse.discard(page)
@@ -130,7 +130,7 @@ class EvictionOrder:
         return True
 
     def unmark(self, page: int) -> None:
-        """Let a page be worth no more than others, because requests do not find it any more."""
+        """Reset the worth of a page that requests no longer find."""
         self.hot.discard(page)
         self.sparse.discard(page)
         self.levels.pop(page, None)

@@ -15,7 +15,7 @@ from quire.engine.request import Request
 
 
 class BlockHashes:
-    """With `per_group`, requests have no hash in common with those of other groups of choices."""
+    """Hashes blocks. With `per_group`, requests share no hash with those of other groups of choices."""
 
     def __init__(self, block_size: int, per_group: bool = False):
         self.block_size, self.per_group = block_size, per_group
@@ -23,7 +23,7 @@ class BlockHashes:
     def extend(self, request: Request, num_full: int) -> None:
         """Hash the request's first `num_full` blocks, each once, chained to the previous block.
 
-        sha256 takes 0.5 us for 16 ids, no slower than blake2b here, and is faster than it for long blocks.
+        sha256 takes 0.5 us for 16 ids, no slower than blake2b here, and is faster for long blocks.
         """
         hashes, size = request.block_hashes, self.block_size
         for i in range(len(hashes), num_full):
@@ -33,8 +33,8 @@ class BlockHashes:
             hashes.append(sha256(parent + content + images).digest())
 
     def _images(self, request: Request, i: int) -> bytes:
-        """Inputs of block i besides tokens: the images that overlap it, and their positions. Images of equal size have
-        equal placeholders.
+        """Return the inputs of block i besides tokens: the images that overlap it, and their positions. Images of equal
+        size have equal placeholders.
         """
         start = i * self.block_size
         items = request.images(start, start + self.block_size)

@@ -13,8 +13,8 @@ class HotPages(PoolObserver):
     copies_hot = True
 
     def __init__(self) -> None:
-        self.evicted: list[tuple[int, bytes]] = []  # those that were taken for others since a caller looked, their keys
-        # those of which no lower tier was given a copy, in the order of their first hit; its time in ns
+        self.evicted: list[tuple[int, bytes]] = []  # pages reused since a caller last looked, and their keys
+        # pages of which no lower tier was given a copy -> time of their first hit in ns, in that order
         self.unsaved: OrderedDict[int, int] = OrderedDict()
 
     def became_hot(self, page: int, used: int) -> None:

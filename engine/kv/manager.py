@@ -40,7 +40,7 @@ class Match:
 
     @property
     def held(self) -> list[int]:
-        """Block ids of all groups, without NULL_BLOCK."""
+        """Return the block ids of all groups, without NULL_BLOCK."""
         return [block_id for ids in self.block_ids for block_id in ids if block_id != NULL_BLOCK]
 
 
@@ -85,7 +85,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Fraction of blocks, or of pages with states if more of them, that requests hold, 0 to 1."""
+        """Return the fraction of blocks or of state pages that requests hold, whichever is larger, 0 to 1."""
         return self.pool.usage
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -148,7 +148,7 @@ class KVCacheManager:
         return max(n for n in range(longest + 1) if fits[n])
 
     def _cut_images(self, request: Request, longest: int) -> set[int]:
-        """Return numbers of blocks, at most `longest`, that end inside an image."""
+        """Return the prefix lengths in blocks, at most `longest`, that end inside an image."""
         cut: set[int] = set()
         for item in request.media:
             end = min(self.num_blocks(item.offset + item.length), longest + 1)
@@ -156,8 +156,8 @@ class KVCacheManager:
         return cut
 
     def to_fetch(self, request: Request, lookup: Callable[[list[bytes]], list[int]]) -> tuple[list[bytes], int]:
-        """Return (keys of the blocks that would extend the request's cached prefix, number of these tokens), of those
-        that `lookup` finds in lower tiers: it returns a number per key, 0 for a missing one.
+        """Return (keys of blocks in lower tiers that would extend the request's cached prefix, number of their tokens).
+        `lookup` finds them: it returns a number per key, 0 for a missing one.
         """
         num_full = (request.num_tokens - 1) // self.block_size
         if not request.reads_cache or not num_full:
@@ -211,12 +211,12 @@ class KVCacheManager:
 
     @property
     def has_states_for_one_more(self) -> bool:
-        """Return whether the pages with states that another request holds at once are free."""
+        """Return whether enough state pages are free for one more request."""
         return not self.has_states or self.pool.num_free_states >= 2
 
     def awaits_checkpoint(self, request: Request, match: Match) -> bool:
         """Return whether the step being scheduled leaves a checkpoint of a longer prefix of the request than `match`:
-        from the next step on it can resume there instead of computing the same tokens.
+        from the next step on the request can resume there instead of computing the same tokens.
         """
         if not request.reads_cache:
             return False
@@ -319,8 +319,8 @@ class KVCacheManager:
         return request.num_tokens if self._shares_outputs else request.num_prompt_tokens
 
     def publish_late(self, request: Request) -> list[int]:
-        """Publish what ends at `num_computed_tokens` if its token ids became known since the step was scheduled, before
-        the next step changes the state. Returns the newly published blocks.
+        """Publish the block and state that end at `num_computed_tokens`, if their token ids became known since the step
+        was scheduled, before the next step changes the state. Returns the newly published blocks.
         """
         end = request.num_computed_tokens
         is_late = self.has_states and end % self.block_size == 0 and end // self.block_size > request.num_published

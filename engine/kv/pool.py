@@ -26,7 +26,7 @@ class PoolObserver:
         """Called when requests can find `page`: block `i` of a request, None if that is unknown."""
 
     def became_hot(self, page: int, used: int) -> None:
-        """Called when another request than its own found `page`, at the time `used` in ns; earlier for the end of a
+        """Called when a request other than its own found `page`. `used`: the time in ns, earlier for the end of a
         prefix.
         """
 
@@ -50,7 +50,7 @@ class BlockPool:
         self.free_blocks = EvictionOrder(range(1, num_blocks), self.num_usable)
         self.free_states = EvictionOrder(range(num_blocks, num_blocks + num_states), 0)
         self._observers: list[PoolObserver] = []
-        # the methods of observers that are overridden, of those that are called for every page
+        # observers' overridden methods, of those called for every page
         self._published: list[Callable[[int, bytes, Request, int | None], None]] = []
         self._taken: list[Callable[[int, bytes, bool], None]] = []
         self._unpublished: list[Callable[[int, bytes], None]] = []
@@ -74,7 +74,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Fraction of the pages that are held, 0 to 1, of the kind of which more are."""
+        """Return the fraction of held pages, of the kind with the larger fraction, 0 to 1."""
         blocks = 1 - self.num_free / self.num_usable
         return max(blocks, 1 - self.num_free_states / self.num_states) if self.num_states else blocks
 
@@ -104,7 +104,7 @@ class BlockPool:
         return taken
 
     def allocate_mark(self, sparse: bool) -> int | None:
-        """Take a page for a state, if there is a free one, for a sparse one: one that others do not need more."""
+        """Take a free page for a state, for a `sparse` mark only one worth no more. Returns None if there is none."""
         order = self.free_states
         if not order.num_free or (sparse and order.next_worth > SPARSE):
             return None
@@ -167,12 +167,12 @@ class BlockPool:
                     observer.became_hot(page, now - i * 1000)
 
     def keep(self, page: int, level: int) -> None:
-        """Reuse a published block after all of lower levels, up to MAX_LEVEL; level 0: like others again."""
+        """Reuse a published block after all of lower levels, up to MAX_LEVEL. Level 0: keep it no longer."""
         self.free_blocks.keep(page, level)
 
     @property
     def kept(self) -> dict[int, int]:
-        """The levels of the blocks that are kept."""
+        """Return the levels of the kept blocks."""
         return self.free_blocks.levels
 
     # ---- publishing pages
@@ -223,7 +223,7 @@ class BlockPool:
 
     def give_back(self, most: int, spare: int) -> list[int]:
         """Unpublish up to `most` free blocks whose memory is then returned to the system, and return them: the next to
-        be reused, after `spare` that keep theirs. Hot blocks stay if an observer copies their contents.
+        be reused, after `spare` blocks that keep theirs. Hot blocks stay if an observer copies their contents.
         """
         hot = self.free_blocks.hot if any(observer.copies_hot for observer in self._observers) else ()
         blank = self.pages.blank

@@ -33,10 +33,10 @@ LINGER = 1000  # milliseconds to send the rest at the end
 
 
 class KVEventPublisher:
-    """`index` is the engine's number. Raises ValueError if an address cannot be used."""
+    """Publishes the events of engine `index`. Raises ValueError if an address cannot be used."""
 
     def __init__(self, settings: KVEventsSettings, index: int = 0):
-        self._settings, self._index = settings.of_engine(index), index
+        self._settings, self._index = settings.for_engine(index), index
         self._named = settings.event_format == "map"
         self._topic = settings.topic.encode()
         self._queue: queue.Queue[tuple[int, float, list[KVEvent]] | None] = queue.Queue(settings.max_queue_size)
@@ -48,7 +48,7 @@ class KVEventPublisher:
             self._replay = self._open(zmq.ROUTER, self._settings.replay_endpoint, "replay_endpoint")
         self.source = self._source()
         self._wake_receiver, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
-        self._wake_receiver.set_hwm(0)  # the queue is what bounds it
+        self._wake_receiver.set_hwm(0)  # the queue bounds it
         self._wake.set_hwm(0)
         self._wake_receiver.bind("inproc://wake")
         self._wake.connect("inproc://wake")
@@ -80,7 +80,7 @@ class KVEventPublisher:
         return socket
 
     def _source(self) -> dict[str, object]:
-        """Return the settings as vLLM's `/kv_event_sources` tells them, with the ports that the system chose."""
+        """Return the settings as vLLM's `/kv_event_sources` reports them, with the ports that the system chose."""
         settings = asdict(self._settings)
         settings.pop("event_format")
         for name, socket in (("endpoint", self._pub), ("replay_endpoint", self._replay)):
@@ -91,7 +91,7 @@ class KVEventPublisher:
         return {"enable_kv_cache_events": True, "publisher": "zmq"} | settings
 
     def publish(self, events: list[KVEvent]) -> None:
-        """Send a batch. If the queue is full it is dropped; subscribers see a gap in the numbers."""
+        """Send a batch. If the queue is full, the batch is dropped; subscribers see a gap in the numbers."""
         number, self._num_batches = self._num_batches, self._num_batches + 1
         try:
             self._queue.put_nowait((number, time.time(), events))
@@ -103,7 +103,7 @@ class KVEventPublisher:
         self._wake.send(_WAKE)
 
     def stop(self) -> None:
-        """Send what waits, and close the sockets."""
+        """Send queued batches, and close the sockets."""
         self._queue.put(None)
         self._wake.send(_WAKE)
         self._thread.join(timeout=2 * LINGER / 1000)
@@ -127,7 +127,7 @@ class KVEventPublisher:
             socket.close()
 
     def _send(self, batch: tuple[int, float, list[KVEvent]] | None, encoder: msgspec.msgpack.Encoder) -> bool:
-        """Returns False for None, the end."""
+        """Send a batch. Returns False for None, the end."""
         if batch is None:
             return False
         number, now, events = batch
@@ -137,7 +137,7 @@ class KVEventPublisher:
         return True
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Send the batches from the number on that a client asked for."""
+        """Send the batches from the sequence number that a client asked for."""
         if len(frames) != 3 or len(frames[2]) != 8:
             logger.warning("kv events: a replay request of %d frames: it must be an 8-byte number", len(frames))
             return

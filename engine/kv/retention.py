@@ -1,7 +1,7 @@
-"""Conversations whose blocks are kept before others': as their clients asked, or because their clients run tools now.
-For some time, and within a quota per conversation.
+"""Conversations whose blocks are kept longer than others', because their clients asked for it or are running tools: for
+a limited time, and within a quota per conversation.
 
-    level 0   no conversation of these
+    level 0   no such conversation
           1   the last answer called tools: its client comes back with the results
           2   the client asked for it
           3   both
@@ -18,9 +18,9 @@ from quire.engine.kv.pages import NULL_BLOCK
 from quire.engine.kv.pool import BlockPool
 from quire.engine.request import Request
 
-MAX_KEYS = 10_000  # the first to expire goes
+MAX_KEYS = 10_000  # beyond that the first to expire is dropped
 MAX_ENDED = 1000  # ended requests that may turn out to have called tools
-QUOTA = 4  # a key keeps at most this part of the pool
+QUOTA = 4  # a key keeps at most 1 / QUOTA of the pool
 TOOLS, ASKED = 1, 2  # levels
 TOOLS_SECONDS = 600.0
 
@@ -71,7 +71,7 @@ class Retention:
 
     @staticmethod
     def _name(request: Request) -> str | None:
-        """Return the conversation's name. A client that gave none is known by how its prompt begins."""
+        """Return the conversation's name. Without one, the beginning of the prompt identifies it."""
         key = request.cache_key
         if key is None or not key.endswith("/") or key.count("/") > 1:
             return key
@@ -123,7 +123,7 @@ class Retention:
                 self._pool.keep(block_id, level)
 
     def expire(self) -> None:
-        """Let the blocks of conversations go whose time is over."""
+        """Stop keeping the blocks of conversations whose time is over."""
         now = time.monotonic()
         if now >= self._due:
             for key in [key for key, entry in self._keys.items() if entry.until <= now]:

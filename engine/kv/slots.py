@@ -1,6 +1,6 @@
 """llama.cpp's slots: the cache contents of the last request in a row, saved to a file, restored and erased.
 
-Requests get the lowest free row, so that a client that asks one thing after another always finds its conversation in
+Requests get the lowest free row, so that a client that sends one request at a time always finds its conversation in
 slot 0. Only full blocks are saved. A file is a tier: its blocks are fetched into the pool as those of other tiers. Then
 a request finds them by its tokens, in whichever row it runs.
 
@@ -48,7 +48,7 @@ Later = Generator[None, None, Counts]
 
 class Slots:
     """Slots are numbered over all engines: those of engine `index` begin at `index` times `num_rows`; an action on
-    another engine's is None. Files are read by `tiers`. `unsettled` returns the blocks that steps in flight fill.
+    another engine's returns None. Files are read by `tiers`. `unsettled` returns the blocks that steps in flight fill.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Slots:
         self._slots = [Slot() for _ in range(num_rows)]
 
     def note(self, request: Request) -> None:
-        """A request is about to leave its row."""
+        """Note the blocks of a request that is about to leave its row."""
         ids = array("I", request.token_ids)
         self._slots[request.row] = Slot(ids, request.cache_salt, request.adapters, request.media)
 
@@ -92,13 +92,13 @@ class Slots:
 
     @staticmethod
     def _request(slot: Slot) -> Request:
-        """A request that would find the slot's blocks: a hit excludes its last token."""
+        """Return a request that would find the slot's blocks: a hit excludes its last token."""
         message = AddRequest("", [*slot.token_ids, 0], SamplingParams(), cache_salt=slot.cache_salt)
         message = msgspec.structs.replace(message, adapters=slot.adapters, media=slot.media)
         return Request(message, Choice("", 0), b"", 0, -1, 0.0, 1 << 30, False)
 
     def _cached(self, slot: Slot) -> tuple[int, list[tuple[int, bytes]]]:
-        """How many tokens of a slot are cached, and their (block, key)s."""
+        """Return the number of cached tokens of a slot, and their (block, key)s."""
         request = self._request(slot)
         num_blocks = self.kv.match(request).num_blocks
         return num_blocks * self.kv.block_size, self.kv.cached_blocks(request, num_blocks)

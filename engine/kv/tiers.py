@@ -6,7 +6,7 @@ it. A block that was never hit is not saved. Blocks that a step in flight fills 
 
 Fetch: load blocks that extend a waiting request's prefix. The request leaves the queue meanwhile, so that others are
 scheduled; the blocks are taken from the pool, filled by the workers and published, and then the request is admitted
-like any other. Where computing is measured to be faster, or the tier does not answer, it just returns to the queue. A
+like any other. Where computing is measured to be faster, or the tier does not answer, it returns to the queue. A
 slot file is restored by a fetch for which no request waits.
 """
 
@@ -27,7 +27,7 @@ from quire.worker.messages import REMOTE, TierCalls, TierInfo, WorkerReady
 logger = logging.getLogger(__name__)
 
 SILENCE = 2.0  # seconds without a loaded block after which a fetch is given up
-LONGEST = 30.0  # seconds for which blocks of another server may be on their way, whose computation was not measured
+LONGEST = 30.0  # seconds that a fetch from another server may take if computing was not measured
 PAUSE = 30.0  # seconds without fetches after that
 MEASURED_TOKENS = 128  # a step with as many tokens measures how fast prompts are computed
 WORTHWHILE = 0.05  # seconds: a fetch that takes less is not compared with computing
@@ -55,15 +55,15 @@ class TierCounts:
     """Totals since the start."""
 
     queries: int = 0  # tokens that the pool did not have
-    hits: int = 0  # tokens of them that were fetched
+    hits: int = 0  # tokens among these that were fetched
     num_fetches: int = 0
     num_failed: int = 0  # blocks that were there and could not be read
     num_recomputed: int = 0  # fetches that were left out because computing is faster
     seconds_fetching: float = 0.0
-    reported: tuple[int, int] = (0, 0)  # queries and hits
+    reported: tuple[int, int] = (0, 0)  # queries and hits at the last report
 
     def since_last(self) -> tuple[int, int]:
-        """Queries and hits since the last call."""
+        """Return queries and hits since the last call."""
         before, self.reported = self.reported, (self.queries, self.hits)
         return self.queries - before[0], self.hits - before[1]
 
@@ -114,10 +114,16 @@ class Tiers:
         """Number of hot blocks in the pool that no tier has for the next start."""
         return len(self._hot.unsaved) if self.save_hot else 0
 
-    # ---- seen
+    def forget_measured(self) -> None:
+        """Forget the counts and durations so far."""
+        self.counts, self.rates = TierCounts(), _Rates()
+
+    # ---- statistics
 
     def stats(self, now: bool) -> TierStats | None:
-        """Contents and traffic of the workers' tiers since the last call; None shortly after it unless `now`."""
+        """Return the contents and traffic of the workers' tiers since the last call; None shortly after it unless
+        `now`.
+        """
         if not self.keep or (not now and time.monotonic() - self._measured < MEASURE_INTERVAL):
             return None
         self._measured = time.monotonic()
@@ -130,7 +136,7 @@ class Tiers:
         return TierStats(found.used, counts, found.store_sizes, found.load_sizes)
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the totals since the start, for a person; None if no tier takes blocks that leave the pool."""
+        """Return the totals since the start, for display; None if no tier takes blocks that leave the pool."""
         if not self.keep:
             return None
         found, counts = self.calls.stats(False), self.counts
@@ -146,11 +152,11 @@ class Tiers:
         }
         return {"used_bytes": found.used} | found.counts | fetches
 
-    # ---- up
+    # ---- fetching into the pool
 
     def begin(self, request: Request, num_free: int, num_free_states: int, unsettled: set[int]) -> bool:
         """Start to fetch blocks that extend the cached prefix of a waiting request, within a limit of free blocks.
-        Returns whether the request has to wait for it.
+        Returns whether the request has to wait.
         """
         remote = request.transfer is not None and bool(request.transfer.blocks)
         if not (remote or (self.keep and time.monotonic() >= self._paused_until)):
@@ -187,7 +193,7 @@ class Tiers:
         return faster
 
     def poll(self) -> list[Request]:
-        """Requests whose fetches ended since the last call, well or not."""
+        """Return the requests whose fetches ended since the last call, well or not."""
         if not self._fetches:
             return []
         ended: list[Request] = []
@@ -245,7 +251,7 @@ class Tiers:
         self.counts.seconds_fetching += now - fetch.started
 
     def cancel(self, request: Request) -> None:
-        """A request that waits for a fetch is over."""
+        """Forget a request that waits for a fetch."""
         for number, fetch in list(self._fetches.items()):
             if request in fetch.requests:
                 fetch.requests.remove(request)
@@ -261,22 +267,24 @@ class Tiers:
         if num_tokens >= MEASURED_TOKENS:
             self.rates.computed = _Rates.mix(self.rates.computed, seconds / num_tokens)
 
-    # ---- down
+    # ---- saving from the pool
 
     def take_evicted(self, unsettled: set[int]) -> list[tuple[int, bytes]]:
-        """Hot blocks that were taken since the last call, whose contents must be stored before they are overwritten."""
+        """Return hot blocks that were taken since the last call, whose contents must be stored before they are
+        overwritten.
+        """
         if not self._hot.evicted:
             return []
         evicted, self._hot.evicted = self._hot.evicted, []
         return [(block_id, key) for block_id, key in evicted if block_id not in unsettled]
 
     def store_evicted(self, unsettled: set[int]) -> None:
-        """Have them stored now, and not with the next step."""
+        """Have evicted blocks stored now, not with the next step."""
         if evicted := self.take_evicted(unsettled):
             self.calls.store(evicted)
 
     def save(self, most: int, unsettled: set[int], only_free: bool) -> int:
-        """Have up to `most` hot blocks written for the next start. Returns of how many there is a copy now, or soon."""
+        """Have up to `most` hot blocks written for the next start. Returns how many have a copy now or soon."""
         pool, unsaved = self.kv.pool, self._hot.unsaved
         if not self.num_unsaved:
             return 0
@@ -298,7 +306,7 @@ class Tiers:
         self.calls.remove(keys)
 
     def clear(self) -> None:
-        """Forget what the lower tiers have. The pool holds no blocks."""
+        """Forget the contents of the lower tiers. The pool holds no blocks."""
         self._hot.evicted = []
         self.calls.clear()
         if self.events is not None:

@@ -1,4 +1,4 @@
-"""Blocks of prompts that go to other servers, or are at them.
+"""Blocks of prompts that are sent to other servers, or fetched from them.
 
 A request that sends leaves its full blocks to the workers, which copy them between steps; the blocks are held
 meanwhile. A request that receives tells the workers which keys another server has: `tiers.py` fetches them like those
@@ -50,7 +50,7 @@ class Transfers:
         return Transfer(True, self._settings.host, self._settings.port, numbers)
 
     def poll(self) -> None:
-        """Go on with the copies, and release the blocks of those that are done."""
+        """Continue the copies, and release the blocks of those that are done."""
         num_done = self._calls.poll()
         for _ in range(num_done - self._num_done):
             self.kv.pool.release(self._held.popleft())

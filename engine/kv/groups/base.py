@@ -1,4 +1,4 @@
-"""The blocks that requests hold in one cache group, by index: what all kinds of groups have in common."""
+"""The blocks that requests hold in one cache group, by index: the part that all kinds of groups share."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class GroupBlocks:
         return [find(tag + one) or NULL_BLOCK for one in hashes]
 
     def fits(self, found: list[int], longest: int) -> list[bool]:
-        """For each number of blocks, 0 to `longest`: whether a request could continue from a hit of that many, of the
-        blocks `found`.
+        """Return for each number of blocks, 0 to `longest`, whether a request could continue from a hit of that many of
+        the blocks `found`.
         """
         run, fits = 0, [True]  # number of consecutive cached blocks
         for n in range(1, longest + 1):

@@ -8,7 +8,7 @@ from quire.worker.messages import CacheGroup
 
 
 class FullBlocks(GroupBlocks):
-    """Holds the blocks 0 .. last."""
+    """Holds all blocks, from 0 to the last."""
 
     needs_all = True
 
@@ -30,8 +30,8 @@ class FullBlocks(GroupBlocks):
 
 
 class _LastFound(PoolObserver):
-    """The blocks that were found last, until one of them is unpublished: a request that waits for room is looked up in
-    every step.
+    """Remembers the blocks found last until one of them is unpublished, because a request that waits for room is
+    looked up in every step.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _LastFound(PoolObserver):
         self._pages: set[int] = set()
 
     def begin(self, hashes: list[bytes]) -> list[int]:
-        """Return the blocks that are known to have these hashes, in order; forget them if they have others."""
+        """Return the remembered blocks with these hashes, in order; forget them if their hashes differ."""
         if hashes[: len(self._hashes)] != self._hashes[: len(hashes)]:
             self.unpublished_all()
         return self._ids

@@ -1,4 +1,4 @@
-"""The kinds of cache groups (`worker.messages.CacheGroup.kind`) and who manages the blocks of each."""
+"""The kinds of cache groups (`worker.messages.CacheGroup.kind`) and the class that manages the blocks of each."""
 
 from __future__ import annotations
 
