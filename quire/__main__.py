@@ -8,6 +8,8 @@ import sys
 
 
 def main() -> int:
+    _open_standard_streams()
+    _set_home()
     ended: list[int] = []
     serves = sys.argv[1:2] == ["serve"]
     if serves:
@@ -21,6 +23,27 @@ def main() -> int:
             raise
         ended.append(0)  # Ctrl-C during the imports, before `server/launch.py` handles signals
     return ended[0]
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of each closed one of stdin, stdout and stderr (`quire serve >&- 2>&-`). Otherwise a
+    socket or a file would get its number, and the log would go there.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _set_home() -> None:
+    """Set HOME to /, as login does, for a user id without an entry in the table of users (`docker run --user 12345`)
+    and without HOME. Otherwise `~` would be a folder of that name.
+    """
+    if os.path.expanduser("~") == "~":
+        os.environ["HOME"] = "/"
 
 
 def _end(ended: list[int]) -> None:

@@ -95,7 +95,7 @@ _ELSEWHERE = ("/v1/audio/speech", "/v1/images", "/v1/moderations", "/v1/videos",
 
 
 async def _http_exception(request: Request, error: HTTPException) -> Response:
-    """Starlette's own: no such route, wrong method."""
+    """Answer Starlette's own errors: no such route, wrong method."""
     message, path = error.detail, request.scope["path"]
     status, headers = error.status_code, error.headers
     if error.status_code == 404 and path.startswith(_ELSEWHERE):

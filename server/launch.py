@@ -16,6 +16,7 @@ import socket
 import stat
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire.configs.config import Config
@@ -23,11 +24,12 @@ from quire.configs.options import removed_settings
 from quire.configs.serving import ServerConfig
 from quire.configs.sources import embedded_model
 from quire.engine.messages import EngineStats, Ready
+from quire.server.engines.spare import SpareEngine
 from quire.server.engines.supervisor import EngineFailed
 from quire.server.frontends.background_log import configure_logging
 from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.frontends.handle import FrontendHandle
-from quire.server.heap import keep_large_blocks_apart
+from quire.server.heap import fix_mmap_threshold
 from quire.server.startup import address_file, running_servers
 from quire.server.startup.checks import check_server_files
 from quire.server.startup.engine_group import EngineGroup
@@ -50,10 +52,12 @@ def serve(
     sources: Mapping[str, str] | None = None,
     warnings: Sequence[str] = (),
     launcher: type[Launcher] | None = None,
+    spare: SpareEngine | None = None,
 ) -> int:
     """Serve until a signal ends it; returns the exit code.
 
     `sources` says where each setting that is no default came from, and `warnings` which flags have no effect.
+    `spare` may be the first engine's process; it is closed before a process ends that its caller cannot clean up.
     """
     started = time.monotonic() - _seconds_since_exec()
     try:
@@ -63,7 +67,7 @@ def serve(
         return 1
     if config.server.headless:
         return _serve_node(config)
-    keep_large_blocks_apart()
+    fix_mmap_threshold()
     raise_descriptor_limit()
     try:
         listener = bind(config.server)
@@ -83,7 +87,7 @@ def serve(
     for warning in (*warnings, *removed_settings(config)):
         logger.warning("%s", warning)
     try:
-        return asyncio.run(_run(launcher or Launcher, config, listener, started))
+        return asyncio.run(_run(launcher or Launcher, config, listener, started, spare))
     except ValueError as error:
         logger.error("%s", error)
         return 1
@@ -127,12 +131,15 @@ def _announce_address(path: str, listener: socket.socket, scheme: str) -> None:
         )
 
 
-async def _run(make: type[Launcher], config: Config, listener: socket.socket, started: float) -> int:
+async def _run(
+    make: type[Launcher], config: Config, listener: socket.socket, started: float, spare: SpareEngine | None
+) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # a signal that comes while engines start waits for the launcher
         asyncio.get_running_loop().add_signal_handler(number, lambda number=number: launcher.on_signal(number))
-    launcher = make(config, listener, started)
+    launcher = make(config, listener, started, spare)
     code = await launcher.run()
     if not launcher.announced:  # threads that download or import cannot be stopped, and Python would wait for them
+        launcher.spare.close()
         _close(config.server, listener)
         logging.shutdown()
         os._exit(code)
@@ -194,11 +201,11 @@ class Launcher:
     `frontend` serves clients, in this process or in several others.
     """
 
-    def __init__(self, config: Config, listener: socket.socket, started: float):
+    def __init__(self, config: Config, listener: socket.socket, started: float, spare: SpareEngine | None = None):
         """Raises ValueError for files that cannot be used, or a folder that holds no model, OSError when the port
         cannot be shared.
         """
-        self.config, self.listener, self.started = config, listener, started
+        self.config, self.listener, self.started, self.spare = config, listener, started, spare or SpareEngine()
         self.stats_logs: list[StatsLog] = []  # one per engine, once clients are served
         self.announced = False
         self.bar = StartProgress()
@@ -206,12 +213,14 @@ class Launcher:
         self._interrupted, self._signalled = False, 0.0  # whether SIGINT came, and when the first signal did
         check_server_files(config.server)
         config.parallel.check_nodes(headless=False)
+        if config.parallel.has_own_balancer:
+            self.config = replace(config, parallel=config.parallel.on_this_machine())
         self._begin()
 
     def _begin(self) -> None:
         """Start the engines if their models are on this machine, and make the frontend."""
         self.config = with_entry(self.config)
-        self.engines = EngineGroup(self.config)
+        self.engines = EngineGroup(self.config, self.spare.take)
         self.engines.start_if_local()
         self.frontend = self._make_frontend()
 
@@ -340,6 +349,7 @@ class Launcher:
             logger.warning("%s again: exiting immediately", name)
             self.engines.kill()
             self.frontend.kill()
+            self.spare.close()
             logging.shutdown()
             os._exit(128 + number)
         self._signalled = time.monotonic()
@@ -368,7 +378,7 @@ class Launcher:
             "cannot %s: %s",
             "continue" if self.announced else "start",
             reason,
-            exc_info=None if isinstance(error, (ValueError, EngineFailed)) else error,
+            exc_info=None if isinstance(error, (ValueError, OSError, EngineFailed)) else error,
         )
         await self.frontend.fail(reason)
         return 1

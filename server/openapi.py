@@ -28,7 +28,7 @@ _RAISES = re.compile(r"\s*\bRaises\b.*?\.(?=\s|$)", re.DOTALL)  # in docstrings:
 _SENTENCE = re.compile(r".+?\.(?=\s|$)", re.DOTALL)
 EXAMPLES = Path(__file__).with_name("examples.json")  # tools/api_examples.py writes them
 _PARAMETERS = {
-    "action": "What is done with the slot.",
+    "action": "The operation: save, restore or erase.",
     "after": "List what follows this id.",
     "after_id": "List what follows this id.",
     "batch_id": "The id of the batch.",
@@ -52,7 +52,9 @@ Json = dict[str, Any]
 
 
 def document(title: str, version: str, routes: list[Route], with_key: bool = False, root_path: str = "") -> Json:
-    """OpenAPI 3.1. `with_key`: the routes need an API key. `root_path`: of a proxy, without slashes at its ends."""
+    """Return the OpenAPI 3.1 document. `with_key`: routes need an API key. `root_path`: a proxy's, without outer
+    slashes.
+    """
     types = {id(cls): cls for route in routes for cls in [*route.types, _error_type(route.path)]}
     described, components = msgspec.json.schema_components(types.values(), ref_template=_REF)
     schemas = dict(zip(types, described, strict=True))
@@ -135,7 +137,7 @@ def _responses(route: Route, schemas: dict[int, Json], example: Json) -> Json:
 
 
 def _text(media_type: str) -> Json:
-    """A stream has no schema: OpenAPI 3.1 describes bodies that are read whole."""
+    """Describe a text. A stream has no schema: OpenAPI 3.1 describes bodies that are read whole."""
     return {} if media_type in (EVENTS, NDJSON) else {"schema": {"type": "string"}}
 
 

@@ -20,7 +20,7 @@ class QueueWait:
         self._observed: dict[int, float] = {}
 
     def observe(self, engine: int, stats: EngineStats, now: float | None = None) -> None:
-        """`stats` of one of the engines, since its last ones."""
+        """Observe `stats` of one of the engines, counted since its last ones."""
         now = time.monotonic() if now is None else now
         since = now - self._observed.get(engine, now)
         if self._was_busy.get(engine):
@@ -33,7 +33,9 @@ class QueueWait:
         self._observed[engine], self._was_busy[engine] = now, stats.num_running > 0
 
     def seconds(self, num_waiting: int) -> float:
-        """Until `num_waiting` requests have left the queue. Before one has ended, as if one was about to."""
+        """Estimate the seconds until `num_waiting` requests leave the queue. Before one has ended, assume that one is
+        about to.
+        """
         num_engines = max(len(self._observed), 1)
         rate = max(self._num_ended, 1.0) / max(self._busy_seconds, 0.001)
         return num_waiting / (rate * num_engines)

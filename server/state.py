@@ -96,9 +96,9 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.images = Images(self.config)
-        self.speech = Speech(self.config.parallel.distributed_executor_backend == "ray")
+        self.speech = Speech(self.config.parallel.spans_machines)
         several = self.config.server.api_server_count > 1
-        self.adapters = SharedAdapters(self.config.lora.enabled) if several else Adapters(self.config)
+        self.adapters = SharedAdapters(self.config) if several else Adapters(self.config)
         self.idle.set()
 
     def progress(self, phase: str, fraction: float) -> None:
@@ -115,7 +115,7 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """failed, draining, loading, stalled (requests are accepted and wait) or ready."""
+        """Return failed, draining, loading, stalled (requests are accepted and wait) or ready."""
         if self.failure is not None:
             return "failed"
         if self.draining:
@@ -175,7 +175,7 @@ class ServerState:
 
     @property
     def num_rows(self) -> int:
-        """The number of choices that can run at once; 0 while no engine is ready."""
+        """Return the number of choices that can run at once; 0 while no engine is ready."""
         return self.ready.worker.max_num_seqs if self.ready is not None else 0
 
     def would_wait(self, num_choices: int = 0) -> int:
@@ -194,12 +194,12 @@ class ServerState:
 
     @property
     def all_names(self) -> list[str]:
-        """The names that the API lists: the model's, then those of LoRA adapters."""
+        """Return the names that the API lists: the model's, then those of LoRA adapters."""
         return [*self.names, *self.adapters.loaded] if self.adapters.loaded else self.names
 
     @property
     def sources(self) -> dict[str, str]:
-        """The folder, file or id of the model of each name."""
+        """Return the folder, file or id of the model of each name."""
         return dict.fromkeys(self.names, self.config.model.model)
 
     def answering(self, name: str | None) -> str:

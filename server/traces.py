@@ -52,9 +52,9 @@ class Traces:
         ended: float,
         attributes: Mapping[str, Any],
     ) -> None:
-        """A request that ended: a span, below that of the client's `traceparent` among its `headers`, with one for each
-        phase of its first prompt: until it was `started`, its body was read and its prompt made. Times are seconds of
-        time.time().
+        """Record a request that ended: a span, below that of the client's `traceparent` among its `headers`, with one
+        for each phase of its first prompt: until it was `started`, its body was read and its prompt made. Times are
+        seconds of time.time().
         """
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -1,4 +1,4 @@
-"""The names, Ollama's, of what a model does."""
+"""Ollama's names for the abilities of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from quire.server.text.infill import infill_of
 
 
 def abilities(state: needs.Prompting) -> list[str]:
-    """Return what the served model does; nothing is known while it loads."""
+    """Return the abilities of the served model; none are known while it loads."""
     if state.model is None:
         return []
     pooling, formats = state.model.pooling, state.formats

@@ -33,7 +33,7 @@ def or_full() -> Iterator[None]:
     except (OSError, sqlite3.Error) as error:
         if not is_full(error):
             raise
-        raise InsufficientStorage("The server's disk is full: nothing of this request was kept.") from None
+        raise InsufficientStorage("The server's disk is full: this request was not stored.") from None
 
 
 class Part:
@@ -57,7 +57,7 @@ class Part:
         self.file.close()
 
     def discard(self) -> None:
-        """Idempotent, and nothing after `finish`."""
+        """Discard the file. Idempotent, without effect after `finish`."""
         if self.file.closed:
             return
         self.path.unlink(missing_ok=True)
@@ -70,7 +70,7 @@ class Part:
 
 
 def abandoned(folder: Path, known: set[str]) -> list[Path]:
-    """Orphaned files: neither `known` names nor parts that a process is writing."""
+    """Return orphaned files: neither `known` names nor parts that a process is writing."""
     ours = (path for path in folder.iterdir() if path.name.startswith(("file-", _PART)))
     return [path for path in ours if path.name not in known and not _is_locked(path)]
 

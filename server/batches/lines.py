@@ -66,7 +66,7 @@ def _too_many() -> dict[str, Any]:
 
 
 def _split(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(position, bytes) of each line; of a line that is too long only a first part."""
+    """Yield (position, bytes) of each line; of a line that is too long only a first part."""
     start = 0
     while text := file.readline(MAX_LINE_BYTES + 1):
         length = len(text)
@@ -79,7 +79,7 @@ def _split(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _check(text: bytes, endpoint: str, seen: set[str]) -> tuple[str | None, str | None, str]:
-    """(what is wrong, the field at fault, custom_id)."""
+    """Return (what is wrong, the field at fault, custom_id)."""
     if len(text) > MAX_LINE_BYTES:
         return f"The line is longer than {MAX_LINE_BYTES} bytes.", None, ""
     try:

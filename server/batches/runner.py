@@ -100,7 +100,7 @@ class Batches:
                 self.store.release(size, owner)
 
     async def run_steps(self, steps: Iterator[None]) -> None:
-        """All `steps` of a change of the store, between which others use it."""
+        """Run all `steps` of a change of the store, between which others use it."""
         while await self.run(next, steps, self) is not self:
             pass
 
@@ -159,7 +159,7 @@ class Batches:
         await asyncio.sleep(retry_seconds(failures))
 
     async def wait(self, seconds: float) -> None:
-        """Until something changed, at most `seconds`."""
+        """Wait until something changes, at most `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -249,8 +249,8 @@ class _Run:
         return Caller(uuid.uuid4().hex, owner=self.batch.owner, tenant=self.batch.tenant, background=True)
 
     async def _run_lines(self) -> tuple[str | None, bytes | None]:
-        """(the status that the batch ends with, the error of lines that did not run); (None, None) if it goes on when
-        the server runs again, or has ended already.
+        """Return (the status that the batch ends with, the error of lines that did not run); (None, None) if it goes on
+        when the server runs again, or has ended already.
         """
         while True:
             self.batch = await self._do(self.store.batch, self.batch.id)
@@ -318,7 +318,7 @@ class _Run:
             self.no_space = True
 
     async def _answer(self, line: Line, number: str) -> tuple[int, str, bytes]:
-        """(status, request id, body) of the endpoint's answer. Any exception is the line's own error."""
+        """Return (status, request id, body) of the endpoint's answer. Any exception is an error of this line."""
         try:
             path = self.store.path(self.batch.input_file_id)
             body = await self._read(max(line.length, SMALL), lambda: read_body(path, line))

@@ -173,7 +173,7 @@ class Store(database.Store):
             self._held[owner] += num_bytes
 
     def release(self, num_bytes: int, owner: str) -> None:
-        """May be called in any thread."""
+        """Release the batch. May be called in any thread."""
         with self._held_lock:
             self._held[owner] -= num_bytes
             if not self._held[owner]:
@@ -226,7 +226,7 @@ class Store(database.Store):
         return file
 
     def _insert_file(self, db: sqlite3.Connection, file: File, part: Part) -> None:
-        """Within a transaction: name and row appear together."""
+        """Insert a file within a transaction: name and row appear together."""
         db.execute(
             "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
             (file.id, file.owner, file.purpose, file.filename, file.bytes, file.created_at, file.expires_at),
@@ -255,7 +255,7 @@ class Store(database.Store):
         ascending: bool,
         value: str | None,
     ) -> list[tuple]:
-        """`condition` may use `:value`."""
+        """Return a page of rows; `condition` may use `:value`."""
         direction, sign = ("ASC", ">") if ascending else ("DESC", "<")
         behind = f"(created_at, id) {sign} (SELECT created_at, id FROM {table} WHERE id = :after)" if after else "TRUE"
         return self._db.execute(
@@ -384,7 +384,7 @@ class Store(database.Store):
         self._db.execute("UPDATE batches SET result_bytes = ? WHERE id = ?", (_own_bytes(batch) + size, batch_id))
 
     def begin(self, batch_id: str, lines: list[Line]) -> Iterator[None]:
-        """The input is valid: `lines` are to be run. In steps; may be repeated after a crash in the middle."""
+        """Begin to run `lines` of a valid input. In steps; may be repeated after a crash in the middle."""
         for first in range(0, len(lines), ROWS):
             with self._transaction() as db:
                 db.executemany(

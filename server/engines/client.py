@@ -51,7 +51,7 @@ _LEAVING = 4  # messages from the engine within which it may still run a request
 
 
 class EngineUnavailable(RuntimeError):
-    """No engine is ready, or it died before it answered."""
+    """No engine is ready, or the engine died before it answered."""
 
 
 class EngineCallError(RuntimeError):
@@ -77,13 +77,13 @@ class _Open:
     num_prompt_logprobs: int = 0  # number received
     num_repeated: int = 0  # prompt logprobs that the current engine sends again
     num_received: int = 0  # tokens received from the current engine
-    num_crashes: int = 0  # these three: same as in `Suspect`
+    num_crashes: int = 0  # this and the next two: same as in `Suspect`
     num_solo_deaths: int = 0
     runs_to_end: bool = False
     is_open: bool = True
     computed: bool = False  # the prompt was processed: an output arrived
     sent: bool = False  # sent to the current engine
-    paused: bool = False  # aborted in the engine, and soon to wait
+    paused: bool = False  # aborted in the engine; will wait
     waits: bool = True  # for an engine, or until all suspects are cleared
 
 
@@ -120,7 +120,7 @@ class OutputStream:
 
     @property
     def engine(self) -> int:
-        """The index of the engine that runs the request."""
+        """Return the index of the engine that runs the request."""
         return self._client.index
 
     def abort(self, request_id: str) -> None:
@@ -152,7 +152,7 @@ class OutputStream:
 
 
 def _merge(a: EngineOutput, b: EngineOutput) -> EngineOutput:
-    """`a` followed by `b`. Extends the lists of `a` in place, so that merging many outputs takes linear time."""
+    """Return `a` followed by `b`. Extends the lists of `a` in place, so that merging many outputs takes linear time."""
     a.new_token_ids.extend(b.new_token_ids)
     return msgspec.structs.replace(
         b,
@@ -176,8 +176,8 @@ class EngineClient:
 
     `index` is the engine's number. `progress`, `ready` and `dead` are the current engine's last messages about itself.
     `on_stats` and `on_progress` are called as messages arrive, `on_connect` with each new engine's address, `on_death`
-    with the reason of each death. After an engine dies, its requests are sent to the next one in the order that
-    `quarantine.py` defines.
+    with the reason of each death, `on_leaving` when an engine takes no more requests. After an engine dies, its
+    requests are sent to the next one in the order that `quarantine.py` defines.
     """
 
     def __init__(
@@ -188,31 +188,34 @@ class EngineClient:
         *,
         on_connect: Callable[[str], None] | None = None,
         on_death: Callable[[str], None] | None = None,
+        on_leaving: Callable[[], None] | None = None,
     ):
         self.index = index
         self.ready: Ready | None = None
         self.progress: Progress | None = None
         self.dead: str | None = None
+        self.is_leaving = False  # the engine finishes what it has, and takes no more
         self.num_messages = 0  # messages received from all engines
         self.num_elsewhere = 0  # open requests of other frontends at the engine, as last reported
         # prompt tokens of our choices without output; each choice counts, because it needs its own rows and steps even
         # if the prompt is cached
         self.num_waiting_tokens = 0
-        self.num_background = 0  # our unfinished choices of background requests, which no queue limit counts
-        # deaths of engines that ran our requests: they are ended one by one (`quarantine.py`), the server is not
+        self.num_background = 0  # our unfinished background choices, not counted by queue limits
+        # engine deaths while our requests ran: `quarantine.py` ends the culprit request, and the server keeps running
         self.num_explained_deaths = 0
-        self._vocabulary: bytes | None = None  # for grammars, once one was needed
+        self._vocabulary: bytes | None = None  # for grammars; set once one was needed
         self._quarantine = Quarantine()
         self._frontend: int | None = None  # our number, if other frontends share the engine
         self._turn: int | None = None  # the frontend that may try its suspects; -1: the parent has yet to say
         self._on_suspects: Callable[[bool], None] | None = None
         self._pausing: int | None = None  # number of the call that the engine answers once it has paused our requests
         self._any_wait = False  # whether a request may wait
-        self._left_at: int | None = None  # `num_messages` when the last request that the engine had was aborted
+        self._left_at: int | None = None  # `num_messages` when the engine's last request was aborted
         self._on_stats = on_stats
         self._on_progress = on_progress
         self._on_connect = on_connect
         self._on_death = on_death
+        self._on_leaving = on_leaving or (lambda: None)
         self._open: dict[str, _Open] = {}  # in order of arrival
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -246,6 +249,7 @@ class EngineClient:
         """
         self._disconnect("the engine was replaced")
         self.dead = self.progress = None
+        self.is_leaving = False
         self._context = self._context or zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, _RECONNECT_MS)):
@@ -268,7 +272,7 @@ class EngineClient:
         return self.ready
 
     def on_dead(self, reason: str) -> None:
-        """Called when the engine reports its death or its process ends.
+        """Handle the death of the engine: it reported it, or its process ended.
 
         Pending calls fail; requests wait for the next `connect`, or fail on `close`.
         """
@@ -277,8 +281,13 @@ class EngineClient:
         if self._on_death is not None:
             self._on_death(reason)
 
+    def on_leaving(self) -> None:
+        """Note that the engine drains before it exits: later requests wait for the next `connect`."""
+        self.is_leaving = True
+        self._on_leaving()
+
     def fail_open(self, reason: str) -> None:
-        """Fail every open request; later ones are taken."""
+        """Fail every open request, but accept later ones."""
         for request_id in list(self._open):
             self._fail(request_id, reason)
 
@@ -310,7 +319,7 @@ class EngineClient:
         self._wake_waiters()
 
     def _find_suspects(self, max_num_seqs: int) -> None:
-        """Mark the requests that could have been in the dead engine's batch: the first ones of each tenant in its queue
+        """Mark the requests that could have been in the dead engine's batch: the first ones of each tenant, in queue
         order."""
         sent = sorted(
             (entry for entry in self._open.values() if entry.sent),
@@ -347,12 +356,17 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Our unfinished choices."""
+        """Return the number of our unfinished choices."""
         return len(self._open)
 
     @property
+    def is_idle(self) -> bool:
+        """Return whether the engine has no requests; other frontends' requests are known only after a short delay."""
+        return not self.num_elsewhere and not any(entry.sent for entry in self._open.values())
+
+    @property
     def load(self) -> int:
-        """Unfinished choices in the engine, including those of other frontends, without background requests."""
+        """Return the number of unfinished foreground choices in the engine, including those of other frontends."""
         return self.num_open - self.num_background + self.num_elsewhere
 
     def generate(self, request: AddRequest) -> OutputStream:
@@ -383,8 +397,8 @@ class EngineClient:
 
     @property
     def _is_held(self) -> bool:
-        """Return whether new requests wait, because suspects are on trial here or in another frontend."""
-        return self._quarantine.active or (self._turn is not None and self._turn != self._frontend)
+        """Return whether new requests wait: the engine drains, or suspects are on trial, here or elsewhere."""
+        return self.is_leaving or self._quarantine.active or (self._turn is not None and self._turn != self._frontend)
 
     def _submit(self, entries: list[_Open]) -> None:
         """Send `entries` with their outputs so far; consecutive choices of one prompt share a message."""
@@ -402,7 +416,7 @@ class EngineClient:
             self._send(prompt.request.with_choices(choices, age=time.monotonic() - prompt.created))
 
     def _advance_trials(self) -> None:
-        """Start the next trial, or send all requests that wait if no suspect is left. Called after every output."""
+        """Start the next trial, or send all waiting requests if no suspect is left. Called after every output."""
         if self.ready is None:
             return
         if self._quarantine.active and self._turn == self._frontend and self._pausing is None:
@@ -488,7 +502,7 @@ class EngineClient:
     async def call_each(
         self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0
     ) -> list[T]:
-        """Return the answer of each engine, of which there is one. Raises as `call`."""
+        """Return the answer of the only engine, as a list. Raises as `call`."""
         return [await self.call(method, *args, timeout=timeout)]
 
     # ---- the socket
@@ -502,7 +516,7 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._on_readable)
 
     def _on_readable(self) -> None:
-        """Read messages. The descriptor is edge-triggered, so reschedule unless everything was read, also after an
+        """Read messages. The descriptor is edge-triggered: unless everything was read, reschedule, also after an
         exception in a callback.
         """
         more, num_bytes = True, 0

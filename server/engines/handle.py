@@ -17,19 +17,19 @@ Args = TypeVarTuple("Args")
 class EngineHandle(Protocol):
     @property
     def ready(self) -> Ready | None:
-        """The engine's `Ready` message; None while it loads or is replaced."""
+        """Return the engine's `Ready` message; None while it loads or is replaced."""
 
     @property
     def num_open(self) -> int:
-        """Unfinished choices that this process has sent."""
+        """Return the number of unfinished choices that this process has sent."""
 
     @property
     def load(self) -> int:
-        """Unfinished choices in the engine, including those of other frontends, without background requests."""
+        """Return the number of unfinished foreground choices in the engine, including those of other frontends."""
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of this process's requests without output and not in the background."""
+        """Return the number of prompt tokens of this process's foreground requests without output."""
 
     def generate(self, request: AddRequest) -> OutputStream:
         """Send a request. Raises ValueError if its request_id is in use."""
@@ -38,8 +38,8 @@ class EngineHandle(Protocol):
         """Send the tokens that grammars need, a `Vocabulary` as msgpack, now and to every later engine."""
 
     async def call(self, method: Callable[[EngineCalls, *Args], T], *args: *Args, timeout: float = 10.0) -> T | list[T]:
-        """Call a method of the engine. Returns the answer, of several engines their common one or the list of differing
-        ones. Raises EngineCallError, EngineUnavailable, TimeoutError.
+        """Call a method of all engines. Returns their common answer, or the list of answers if they differ. Raises
+        EngineCallError, EngineUnavailable, TimeoutError.
         """
 
     async def call_each(

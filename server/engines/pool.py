@@ -29,7 +29,7 @@ class EnginePool:
 
     @property
     def ready(self) -> Ready | None:
-        """The capacity of all running engines, once every engine has started; None while none is ready."""
+        """Return the combined capacity of the running engines, once all have started; None while none is ready."""
         up = [client.ready for client in self.clients if client.ready is not None]
         self._complete = self._complete or len(up) == len(self.clients)
         if not up or not self._complete:
@@ -53,16 +53,18 @@ class EnginePool:
         return sum(client.num_waiting_tokens for client in self.clients)
 
     def generate(self, request: AddRequest) -> OutputStream:
-        """Submit to the engine that has most of the prompt cached, unless it is much busier than others.
+        """Submit to the engine that the client chose, else to the one with the longest cached prefix of the prompt,
+        unless it is much busier than the others.
 
         The n choices of a request go to one engine.
         """
-        loads = [client.load if client.ready is not None else None for client in self.clients]
+        loads = [None if client.ready is None or client.is_leaving else client.load for client in self.clients]
         kind = (request.cache_salt, *((use.key, use.scale) for use in request.adapters))
-        return self.clients[self.router.choose(request.prompt_token_ids, kind, loads)].generate(request)
+        chosen = self.router.choose(request.prompt_token_ids, kind, loads, request.engine)
+        return self.clients[chosen].generate(request)
 
     def forget(self, engine: int) -> None:
-        """Called when an engine dies: its prefix cache is lost."""
+        """Forget the prompts of an engine that died: its prefix cache is lost."""
         self.router.forget(engine)
 
     def set_vocabulary(self, vocabulary: bytes) -> None:
@@ -100,18 +102,17 @@ class PrefixRouter:
         self._last_use = [0] * num_engines
         self._num_chosen = 0
 
-    def choose(self, token_ids: list[int], salt: Hashable, loads: list[int | None]) -> int:
-        """Return the index of the engine for a prompt. `loads` are open requests per engine, None if it is not ready;
-        if none is ready, all count as idle.
+    def choose(self, token_ids: list[int], salt: Hashable, loads: list[int | None], asked: int | None = None) -> int:
+        """Return the index of the engine for a prompt: `asked` if it exists. `loads` are open requests per engine, None
+        if it is not ready; if no engine is ready, all count as idle.
 
         An engine is busy if it has more than 1.5 times the smallest load plus 8.
         """
         up = {i: load for i, load in enumerate(loads) if load is not None} or dict.fromkeys(range(len(loads)), 0)
         limit = 1.5 * min(up.values()) + 8
         hashes = list(prefix_hashes(token_ids, salt))
-        chosen = max(
-            (i for i in up if up[i] <= limit), key=lambda i: (self._num_seen(i, hashes), -up[i], -self._last_use[i])
-        )
+        allowed = [i for i in up if up[i] <= limit] if asked is None else [asked]
+        chosen = max(allowed, key=lambda i: (self._num_seen(i, hashes), -up.get(i, 0), -self._last_use[i]))
         self._num_chosen += 1
         self._last_use[chosen] = self._num_chosen
         self._remember(chosen, hashes)

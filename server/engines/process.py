@@ -32,21 +32,24 @@ class EngineProcess:
     configuration may be set after `preload`, before `start`.
     """
 
-    def __init__(self, config: Config | None, index: int = 0):
-        self.config, self.index = config, index
+    is_remote = False
+
+    def __init__(self, config: Config | None, index: int = 0, address: str | None = None, slot: int | None = None):
+        """Create the process; `slot` is the engine's number on this machine, if it differs from `index`."""
+        self.config, self.index, self._slot = config, index, index if slot is None else slot
         self._process: subprocess.Popen | None = None
         self._killed = False
         self._folder = _socket_folder()
-        self.address = f"ipc://{self._folder}/engine"
+        self.address = address or f"ipc://{self._folder}/engine"
 
     def preload(self, executor: str, niceness: int = 0) -> None:
         """Start a process that imports `executor`, a value of `distributed_executor_backend`, and waits for `start`.
-        Only for a configuration with one engine. The same holds for the thread and the errors as for `start`.
+        Only for a configuration with one engine. The same thread rules and errors apply as for `start`.
         """
         self._spawn({}, executor, str(niceness))
 
     def start(self) -> None:
-        """Returns immediately; the engine binds `address` before it loads anything. It runs in its own process group,
+        """Start and return; the engine binds `address` before it loads anything. It runs in its own process group,
         so that Ctrl-C reaches only the server.
 
         The calling thread must outlive the engine: on Linux the kernel kills the engine when that thread ends.
@@ -54,7 +57,7 @@ class EngineProcess:
         """
         if self._process is None:
             several = self.config.parallel.data_parallel_size > 1
-            devices = _devices(self.config, self.index, os.environ.get("CUDA_VISIBLE_DEVICES")) if several else ""
+            devices = _devices(self.config, self._slot, os.environ.get("CUDA_VISIBLE_DEVICES")) if several else ""
             self._spawn({"CUDA_VISIBLE_DEVICES": devices} if several else {})
         config = msgspec.msgpack.encode(self.config)
         with contextlib.suppress(BrokenPipeError):  # the engine died already: `wait` reports that
@@ -81,6 +84,16 @@ class EngineProcess:
     def wait(self) -> int:
         """Block until the engine ends. Call it in a thread."""
         return self._process.wait()
+
+    def successor(self) -> EngineProcess:
+        """Return another run of this engine, not started."""
+        return EngineProcess(self.config, self.index)
+
+    def locate(self) -> str:
+        return self.address
+
+    def describe_end(self, code: int) -> str:
+        return describe_exit(code)
 
     def terminate(self, timeout: float) -> int:
         """Ask the engine to exit, kill it and its workers after `timeout` seconds, and clean up.
@@ -125,18 +138,27 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
 def python_environment() -> dict[str, str]:
     """Return the environment for a child process that imports quire.
 
-    Threads of torch that spin after an operation would hold the cores that the threads of the native kernels need next:
-    models that alternate between both were five times slower on two cores.
+    Torch threads that spin after an operation would occupy the cores that threads of the native kernels need next:
+    models that alternate between the two were five times slower on two cores.
     """
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": paths}
 
 
 def _devices(config: Config, index: int, visible: str | None) -> str:
-    """Return the GPUs of engine `index`: one per rank, out of the `visible` ones (all if that is None).
+    """Return the GPUs of engine `index`: one per rank, out of the `visible` ones (None: all).
 
     Has no effect without GPUs.
     """

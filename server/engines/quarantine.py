@@ -1,16 +1,16 @@
 """Finds the request that kills engines, so that all other requests finish.
 
-After a death everything that ran is a suspect. The next engine first gets all suspects that made progress in the last
-one together; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each of its
-requests has ended or received `PROGRESS` tokens; then it pauses, so that only the trial can be the cause of a death.
+After a death every request that ran is a suspect. The next engine first gets together all suspects that made progress
+in the last one; then the others, in at most `MAX_TRIALS` groups, one after the other. A group is cleared when each of
+its requests has ended or received `PROGRESS` tokens; it then pauses, so that only the trial can cause a death.
 A request that was cleared and runs when an engine dies again is tried to its end, in at most `MAX_LONG_TRIALS` groups:
 it may kill at any later token. If the engine dies during a trial, the group is tried in smaller groups; if a request
-was tried alone, it killed the engine, and all others are released. A request that kills the engine in its first step
+was tried alone, it is the culprit, and all others are released. A request that kills the engine in its first step
 thus costs two engines, one that kills later a few more, and a crash for another reason one extra pause.
 
 Several frontends share the engine, and each knows only its own requests. Their parent lets one at a time try its
-suspects, while the others send nothing new (`turns.py`). A frontend that was slow to hear of it may have sent
-some: with several frontends a second death of a request alone is therefore required.
+suspects, while the others send nothing new (`turns.py`). A frontend that learns of it late may have sent requests
+meanwhile: with several frontends a second death of a request alone is therefore required.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_LONG_TRIALS = 4  # each may take as long as its longest request; fewer group
 
 class Suspect(Protocol):
     is_open: bool
-    num_received: int  # tokens from the engine that it was last sent to
+    num_received: int  # tokens from the engine to which it was last sent
     num_crashes: int  # deaths of engines that ran it
     num_solo_deaths: int  # deaths of engines that ran only this one of our requests
-    runs_to_end: bool  # whether only its end clears it
+    runs_to_end: bool  # only its end clears it
 
 
 class Quarantine:
-    """Call `on_death`, then `next_trial` after every output, until `active` is False.
+    """The trials of the suspects. Call `on_death`, then `next_trial` after every output, until `active` is False.
 
     `num_needed` is the number of deaths during a trial alone that identify the culprit. `culprit` is the request that
     killed the last engine.
@@ -50,7 +50,7 @@ class Quarantine:
         return bool(self._trial or self._groups)
 
     def on_death(self, batch: list[Suspect]) -> None:
-        """Called after the death of an engine that ran `batch`."""
+        """Make suspects of `batch`, which ran on the engine that died."""
         on_trial = [one for one in batch if one in self._trial and _is_on_trial(one)]
         self._trial, self.culprit = [], None
         others = [one for one in batch if one not in on_trial]
@@ -76,8 +76,8 @@ class Quarantine:
         self._groups.clear()
 
     def cleared(self, last: bool = False) -> list[Suspect]:
-        """Return the requests of a trial that has just ended well, to be paused during the next one; with `last` also
-        if there is no next one.
+        """Return the requests of a trial that has just succeeded, to be paused during the next trial; with `last`, also
+        if no trial follows.
         """
         more = last or any(one.is_open for group in self._groups for one in group)
         if not more or any(map(_is_on_trial, self._trial)):
@@ -108,7 +108,9 @@ def _first_trials(suspects: list[Suspect]) -> list[list[Suspect]]:
 
 
 def _split(suspects: list[Suspect]) -> list[list[Suspect]]:
-    """Groups of at most as many as needed for the number of trials, each smaller than `suspects` if there are two."""
+    """Return at most the maximum number of trials as groups of equal size, each smaller than `suspects` if there are at
+    least two.
+    """
     max_trials = MAX_LONG_TRIALS if any(one.runs_to_end for one in suspects) else MAX_TRIALS
     size = max(-(-len(suspects) // max_trials), 1)
     return [suspects[i : i + size] for i in range(0, len(suspects), size)]

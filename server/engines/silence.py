@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class Silence:
-    """Seconds since the last message of the engine of `client`, while `is_busy`. Counted in ticks of our event loop, so
-    that time during which the loop was blocked does not count."""
+    """The seconds since the last message of the engine of `client`, while `is_busy`. Counted in ticks of our event
+    loop, so that time for which the loop was blocked does not count."""
 
     def __init__(self, client: EngineClient, is_busy: Callable[[], bool]):
         self._client, self._is_busy = client, is_busy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from quire.configs.config import Config
 from quire.server.engines.process import EngineProcess
+from quire.server.engines.remote import RemoteEngine
 from quire.server.engines.silence import Silence
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ T = TypeVar("T")
 MAX_DEATHS = 3
 DEATH_WINDOW = 60.0  # seconds
 START_RETRY = 5.0  # seconds before another attempt to start a process after an OSError
+LEAVE_POLL = 0.5  # seconds between checks whether a draining engine has requests
+WARM_UP_TIMES = 10  # times `step_timeout` for a warm-up step, in which many kernels may compile
 STACKS_TIMEOUT = 1.0  # seconds for a hung engine to write its stacks
 
 
@@ -42,7 +44,7 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
-        engine: EngineProcess,
+        engine: EngineProcess | RemoteEngine,
         client: EngineClient,
         on_ready: Callable[[bool], None],
         on_death: Callable[[], None],
@@ -52,7 +54,7 @@ class Supervisor:
         self.deaths: list[float] = []
         self.was_ready = False
         self.num_failed_starts = 0  # consecutive failed starts
-        self.num_explained_deaths = 0  # those of the client that are no longer in `deaths`
+        self.num_explained_deaths = 0  # of the client's explained deaths, those no longer in `deaths`
         self.hung: str | None = None  # reason for killing the current engine
 
     async def run(self) -> None:
@@ -60,39 +62,53 @@ class Supervisor:
         while True:
             ended = in_thread(self.engine.wait)
             await self._serve(ended)
-            reason = self.hung or self.client.dead or describe_exit(ended.result())
+            says, code = self.client.dead, ended.result()
+            reason = self.hung or says or self.engine.describe_end(code)
             self.client.on_dead(reason)
             self.on_death()
             self.engine.kill()  # kill workers that outlived the engine
-            self._check_restarts(reason)
-            logger.error(
-                "engine %d died (%s); restarting it; open requests will be resubmitted", self.engine.index, reason
-            )
+            follows = "another one is awaited"
+            if not self.engine.is_remote:
+                self._check_restarts(reason)
+                follows = "restarting it; open requests will be resubmitted"
+            elif says is not None and not self.was_ready:
+                raise EngineFailed(f"engine {self.engine.index}, on another machine: {reason}")
+            if self.engine.is_remote and self.client.is_leaving:
+                logger.info("engine %d has left; %s", self.engine.index, follows)
+            else:
+                logger.error("engine %d died (%s); %s", self.engine.index, reason, follows)
             self.hung = None
             self.engine = await self._restart()
 
-    async def _restart(self) -> EngineProcess:
+    async def _restart(self) -> EngineProcess | RemoteEngine:
         """Start a new engine. Retries after an OSError (no descriptors, memory or processes). Raises EngineFailed."""
         while True:
-            engine = EngineProcess(self.config, self.engine.index)
+            engine = None
             try:
+                engine = self.engine.successor()
                 engine.start()
                 return engine
             except OSError as error:
-                engine.kill()
+                if engine is not None:
+                    engine.kill()
                 self.num_failed_starts += 1
                 if self.num_failed_starts > MAX_DEATHS:
                     raise EngineFailed(f"{error.strerror}; {MAX_DEATHS} restarts in a row failed") from error
                 logger.error(
-                    "engine %d cannot be started (%s); retrying in %g s", engine.index, error.strerror, START_RETRY
+                    "engine %d cannot be started (%s); retrying in %g s", self.engine.index, error.strerror, START_RETRY
                 )
                 await asyncio.sleep(START_RETRY)
 
     async def _serve(self, ended: asyncio.Future[int]) -> None:
         """Connect to the engine and wait for its death."""
-        await self.client.connect(self.engine.address)
-        watch = asyncio.ensure_future(self._watch())
         patience = asyncio.ensure_future(self._end_waiting())
+        try:
+            address = self.engine.address or await in_thread(self.engine.locate)
+        except asyncio.CancelledError:
+            patience.cancel()
+            raise
+        await self.client.connect(address)
+        watch = asyncio.gather(self._watch(), self._let_leave())
         try:
             await self._until_ready(ended)
             patience.cancel()
@@ -102,12 +118,23 @@ class Supervisor:
             patience.cancel()
             await asyncio.gather(watch, patience, return_exceptions=True)
 
+    async def _let_leave(self) -> None:
+        """Drain an engine that its machine is ending: send no new requests, and end it once it is idle."""
+        if not self.engine.is_remote or not await in_thread(self.engine.wait_for_drain):
+            return
+        logger.info("engine %d leaves: its machine ends it", self.engine.index)
+        self.client.on_leaving()
+        num_idle = 0
+        while num_idle < 2:  # frontends report their requests a little later
+            await asyncio.sleep(LEAVE_POLL)
+            num_idle = num_idle + 1 if self.client.is_idle else 0
+        self.engine.ask_to_end()
+
     async def _end_waiting(self) -> None:
-        """Fail requests that wait longer than `step_timeout` for an engine of several machines: one of them may be gone
-        for ever.
-        """
+        """Fail requests that wait longer than `step_timeout` for an engine of another machine: it may never return."""
         timeout = self.config.server.step_timeout
-        if self.config.parallel.nnodes == 1 or not timeout or not self.was_ready:
+        elsewhere = self.engine.is_remote or self.config.parallel.nnodes > 1
+        if not elsewhere or not timeout or not self.was_ready:
             return
         while True:
             await asyncio.sleep(timeout)
@@ -125,14 +152,17 @@ class Supervisor:
             self.on_ready(again)
 
     async def _watch(self) -> None:
-        """Kill an engine that has requests and sends nothing for `step_timeout` seconds."""
+        """Kill an engine with requests that is silent for `step_timeout` seconds; WARM_UP_TIMES as long in warm-up."""
         timeout, silence = self.config.server.step_timeout, Silence(self.client, self._is_busy)
         if not timeout:
             return
-        while silence.seconds < timeout:
+        times = WARM_UP_TIMES
+        while silence.seconds < timeout * times:
             await asyncio.sleep(timeout / 20)
             silence.tick(timeout / 20)
-        self.hung = f"it hung: no step ended for --step-timeout {timeout:g} seconds"
+            times = WARM_UP_TIMES if self.client.ready is None else 1
+        longer = f"{times} times " if times > 1 else ""
+        self.hung = f"it hung: no step ended for {longer}--step-timeout {timeout:g} seconds"
         logger.error("engine %d: %s; killing it", self.engine.index, self.hung)
         self.engine.dump_stacks()
         await asyncio.sleep(STACKS_TIMEOUT)
@@ -156,7 +186,7 @@ class Supervisor:
         explained = self.client.num_explained_deaths - self.num_explained_deaths
         self.num_explained_deaths += explained
         self.deaths = [death for death in self.deaths if now - death < DEATH_WINDOW] + [now]
-        # A request is the suspect of such a death, and the client ends each that kills engines.
+        # Requests are suspected of such a death, and the client ends each one that kills engines.
         self.deaths = self.deaths[: max(len(self.deaths) - explained, 0)]
         if not self.was_ready:
             raise EngineFailed(reason)
@@ -164,15 +194,6 @@ class Supervisor:
             raise EngineFailed(f"{reason}; it died {len(self.deaths)} times within {DEATH_WINDOW:.0f} seconds")
         if self.num_failed_starts > MAX_DEATHS:
             raise EngineFailed(f"{reason}; {MAX_DEATHS} restarts in a row failed")
-
-
-def describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class Turns:
-    """Kept by the frontends' parent for one engine. `holder` is the frontend that may try its suspects; the others send
-    nothing new until it is None.
+    """The turns at one engine, kept by the frontends' parent. `holder` is the frontend that may try its suspects; the
+    others send nothing new until `holder` is None.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Turns:
         return self._waiting[0] if self._waiting else None
 
     def note(self, frontend: int, active: bool) -> bool:
-        """`frontend` has suspects, or has none left. Returns whether the holder changed."""
+        """Note whether `frontend` has suspects. Return whether the holder changed."""
         before = self.holder
         if active and frontend not in self._waiting:
             self._waiting.append(frontend)

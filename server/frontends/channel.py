@@ -31,7 +31,7 @@ class Channel:
 
     @property
     def num_queued(self) -> int:
-        """Bytes that the other end has not read yet."""
+        """Return the number of bytes that the other end has not read yet."""
         return self._writer.transport.get_write_buffer_size()
 
     async def receive(self) -> msgspec.Struct | None:

@@ -1,4 +1,4 @@
-"""Raises the limit of open files, derives the limit of connections, and limits the rate of related log lines."""
+"""Raise the limit of open files, derive the limit of connections, and limit the rate of related log lines."""
 
 from __future__ import annotations
 

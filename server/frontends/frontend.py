@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
 
 
 class Frontend:
-    """The gate opens once the routes, the tokenizer and an engine are loaded; `on_open` is called the first time."""
+    """The frontend of one model. Its gate opens once routes, tokenizer and engine are loaded; `on_open` runs once."""
 
     def __init__(self, config: Config, listener: socket.socket, on_open: Callable[[Ready], None]):
         self.config = config
@@ -38,7 +38,7 @@ class Frontend:
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests being answered, except probes."""
+        """Return the number of HTTP requests being answered, except probes."""
         return self.state.num_in_flight
 
     @property
@@ -71,7 +71,7 @@ class Frontend:
         self.model.open()
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
-        """Raises ValueError for missing or malformed files."""
+        """Load the tokenizer. Raises ValueError for missing or malformed files."""
         await self.model.load_tokenizer(model_folder, tokenizer_folder)
 
     def connect(
@@ -94,7 +94,7 @@ class Frontend:
         self.model.observe_stats(engine, stats)
 
     def on_death(self, engine: int) -> None:
-        """Called when an engine dies, after its client was notified."""
+        """Handle the death of an engine, after its client was notified."""
         self.model.on_death(engine)
 
     # ---- shutdown
@@ -138,6 +138,6 @@ def version() -> str:
 
 
 def fingerprint(config: Config) -> str:
-    """Equal for servers with comparable answers: same version, model, precision and device placement."""
+    """Return an id that servers of the same version, model, precision and device placement share."""
     parts = repr((config.model, config.parallel, config.device, config.cache.enable_prefix_caching))
     return f"quire-{version()}-{hashlib.sha256(parts.encode()).hexdigest()[:8]}"

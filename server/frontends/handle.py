@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class FrontendHandle(Protocol):
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests being answered, except probes."""
+        """Return the number of HTTP requests being answered, except probes."""
 
     @property
     def chats(self) -> bool:
@@ -26,7 +26,7 @@ class FrontendHandle(Protocol):
         """Accept connections until `end`."""
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
-        """Raises ValueError for missing or malformed files."""
+        """Load the tokenizer. Raises ValueError for missing or malformed files."""
 
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
@@ -43,7 +43,7 @@ class FrontendHandle(Protocol):
         """Publish an engine's statistics."""
 
     def on_death(self, engine: int) -> None:
-        """Called when an engine dies, after its client was notified."""
+        """Handle the death of an engine, after its client was notified."""
 
     def refuse(self) -> None:
         """Refuse new requests from now on."""

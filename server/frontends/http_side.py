@@ -41,7 +41,7 @@ END_TIMEOUT = 1.0  # seconds for clients to read the last error events before th
 
 
 class HttpSide:
-    """Serves HTTP after `serve` is called: at first only probes, and 503 to other requests.
+    """Serves HTTP after `serve` is called: at first only probes, with 503 for other requests.
 
     `make_routes` makes the application, and says which routes it has, once its imports are done; `on_routes` is called
     when it is served.
@@ -99,7 +99,7 @@ class HttpSide:
                 await in_thread(self.state.traces.close)
 
     async def _metrics(self) -> bytes | None:
-        """Return all metrics, of all frontends if there are several; None while there are none."""
+        """Return all metrics, of all frontends if there are several; None before there are any."""
         state = self.state
         if state.metrics is None:
             return None
@@ -163,7 +163,7 @@ class HttpSide:
             logger.warning("drain: %d requests did not finish in time; aborting them", self.state.num_in_flight)
 
     async def end_requests(self) -> None:
-        """Wait for clients to read the ends of their answers, at most END_TIMEOUT."""
+        """Wait until clients have read the ends of their answers, at most END_TIMEOUT seconds."""
         try:
             await asyncio.wait_for(self.state.idle.wait(), END_TIMEOUT)
         except TimeoutError:  # clients that do not read their answers
@@ -177,7 +177,7 @@ class HttpSide:
 
 
 def _tls(config: ServerConfig) -> Tls | None:
-    """Raises ValueError for files that cannot be used."""
+    """Return the TLS settings. Raises ValueError for files that cannot be used."""
     if config.ssl_certfile is None and config.ssl_keyfile is None:
         return None
     from quire.server.http.transport.tls import Tls

@@ -39,6 +39,7 @@ from quire.server.frontends.messages import (
     End,
     Engine,
     EngineGone,
+    EngineLeaves,
     ExplainedDeath,
     Fail,
     Load,
@@ -55,13 +56,13 @@ from quire.server.frontends.messages import (
     ToFrontend,
     Turn,
 )
-from quire.server.heap import keep_large_blocks_apart
+from quire.server.heap import fix_mmap_threshold
 from quire.server.lora.shared import Change, Refusal
 from quire.server.request.sink import View
 
 _PR_SET_PDEATHSIG = 1
 BUSY_INTERVAL = 0.1  # seconds between reports of the number of open requests
-MAX_QUEUED = 1 << 20  # unread bytes in the channel to the parent; above this, only its questions are answered
+MAX_QUEUED = 1 << 20  # unread bytes in the channel to the parent; above this, only its queries are answered
 SNAPSHOT_INTERVAL = 1.0  # seconds between reports of the counts; later ones are lost if this process dies
 SCRAPE_TIMEOUT = 5.0  # seconds for the parent to collect the counts of all frontends
 
@@ -97,7 +98,7 @@ class ManagedFrontend:
             await self.frontend.end()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the task group: if it fails, the process fails; it is cancelled at the end."""
+        """Run `work` in the task group: if it fails, the process fails; `work` is cancelled at the end."""
         task = self._tasks.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -114,6 +115,8 @@ class ManagedFrontend:
                     self._start(self._open_when_ready(message.index))
                 case EngineGone():
                     self._on_engine_gone(message)
+                case EngineLeaves():
+                    self.clients[message.index].on_leaving()
                 case Turn():
                     self.clients[message.index].set_turn(message.frontend)
                 case Elsewhere():
@@ -268,7 +271,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_parent()
-    keep_large_blocks_apart()
+    fix_mmap_threshold()
     listener, end = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     listener.setblocking(False)
     asyncio.run(_run(listener, end))

@@ -46,14 +46,20 @@ class Engine(_Message):
 
 
 class EngineGone(_Message):
-    """That engine's process has ended. Its requests wait for the next one."""
+    """The engine's process has ended. Its requests wait for the next one."""
 
     index: int
     reason: str
 
 
+class EngineLeaves(_Message):
+    """The engine drains: it finishes its requests; others wait for the next engine."""
+
+    index: int
+
+
 class Turn(_Message):
-    """The frontend that may try its suspects at that engine now; the others send nothing new. None: all send."""
+    """The frontend that may now try its suspects at the engine; the others send nothing new. None: all may send."""
 
     index: int
     frontend: int | None
@@ -81,13 +87,13 @@ class AdaptersChanged(_Message):
 
 
 class Collect(_Message):
-    """Answered by `Snapshot`."""
+    """Request for the counts. Answered by `Snapshot`."""
 
     number: int
 
 
 class Ping(_Message):
-    """Answered by `Pong`."""
+    """Check of the event loop. Answered by `Pong`."""
 
 
 class Page(_Message):
@@ -144,7 +150,7 @@ class ExplainedDeath(_Message):
 
 
 class Suspects(_Message):
-    """A report whether requests of this frontend are suspected to kill that engine. Answered by `Turn`."""
+    """Report of whether requests of this frontend are suspected of killing the engine. Answered by `Turn`."""
 
     index: int
     active: bool
@@ -161,14 +167,14 @@ class Snapshot(_Message):
 
 
 class Scrape(_Message):
-    """Requests the metrics of all frontends. Answered by `Page`."""
+    """Request for the metrics of all frontends. Answered by `Page`."""
 
     number: int
     view: View
 
 
 class ChangeAdapters(_Message):
-    """Requests a change of the LoRA adapters of all frontends. Answered by `AdaptersChanged`."""
+    """Request for a change of the LoRA adapters of all frontends. Answered by `AdaptersChanged`."""
 
     number: int
     change: Change
@@ -194,6 +200,7 @@ ToFrontend = (
     | Load
     | Engine
     | EngineGone
+    | EngineLeaves
     | Turn
     | Elsewhere
     | AdapterList

@@ -22,8 +22,8 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.client import EngineClient
 from quire.server.engines.pool import EnginePool
-from quire.server.engines.process import python_environment
-from quire.server.engines.supervisor import DEATH_WINDOW, MAX_DEATHS, START_RETRY, describe_exit, in_thread
+from quire.server.engines.process import describe_exit, python_environment
+from quire.server.engines.supervisor import DEATH_WINDOW, MAX_DEATHS, START_RETRY, in_thread
 from quire.server.engines.turns import Turns
 from quire.server.errors import ApiError
 from quire.server.frontends.channel import Channel
@@ -43,6 +43,7 @@ from quire.server.frontends.messages import (
     End,
     Engine,
     EngineGone,
+    EngineLeaves,
     ExplainedDeath,
     Fail,
     FromFrontend,
@@ -94,7 +95,7 @@ class FrontendProcess:
         """Forget the reports of the last process."""
         self.num_open = [0] * self.num_engines
         self.num_in_flight = 0
-        self.counts: list[Counts] = []  # by engine, as last reported
+        self.counts: list[Counts] = []  # per engine, as last reported
         self.is_watched = False  # once it has loaded everything, its event loop must not block
         self.silence = 0.0  # seconds since it answered a `Ping`
         self.stalled: str | None = None  # reason for killing it
@@ -128,7 +129,7 @@ class FrontendProcess:
                 self.kill_stalled(f"it stalled: {self.channel.num_queued} unread bytes in its channel")
 
     def ping(self) -> None:
-        """Called every PING_INTERVAL seconds. Counts calls, not time, so that a stall of the parent does not count."""
+        """Ping every PING_INTERVAL seconds. Calls are counted, not time, so that stalls of the parent do not count."""
         if self.is_watched and self.stalled is None:
             if self.silence >= STALL_TIMEOUT:
                 self.kill_stalled(f"it stalled: no answer for {self.silence:.0f} seconds")
@@ -181,7 +182,7 @@ class FrontendGroup:
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests being answered by all frontends, as last reported (every BUSY_INTERVAL)."""
+        """Return the number of HTTP requests being answered by all frontends, as last reported (BUSY_INTERVAL)."""
         return sum(frontend.num_in_flight for frontend in self.frontends)
 
     def broadcast(self, message: msgspec.Struct) -> None:
@@ -236,6 +237,7 @@ class FrontendGroup:
             self.adapter_list,
             *(Turn(index, turns.holder) for index, turns in enumerate(self._turns)),
             *(Engine(index, address) for index, address in enumerate(self.addresses) if address is not None),
+            *(EngineLeaves(one.index) for one in (self._pool.clients if self._pool else ()) if one.is_leaving),
         ):
             if message is not None:
                 frontend.send(message)
@@ -257,7 +259,7 @@ class FrontendGroup:
         self._share_load()
 
     def _check_restarts(self, frontend: FrontendProcess, reason: str) -> None:
-        """Raises FrontendFailed if the frontend died too often to be restarted."""
+        """Raise FrontendFailed if the frontend died too often to be restarted."""
         now = time.monotonic()
         frontend.deaths = [death for death in frontend.deaths if now - death < DEATH_WINDOW] + [now]
         if len(frontend.deaths) >= MAX_DEATHS:
@@ -318,7 +320,7 @@ class FrontendGroup:
     # ---- start
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
-        """Returns when every frontend has loaded it."""
+        """Return when every frontend has loaded the tokenizer."""
         self.load = Load(model_folder, tokenizer_folder)
         self.broadcast(self.load)
         if self.adapters.enabled:
@@ -330,7 +332,7 @@ class FrontendGroup:
     def connect(
         self, on_stats: Callable[[int, EngineStats], None], on_progress: Callable[[int, Progress], None]
     ) -> list[EngineClient]:
-        """Same as `Frontend.connect`. Each new engine and each death is broadcast to the frontends."""
+        """Connect as `Frontend.connect`. Each new engine and each death is broadcast to the frontends."""
         clients = [
             EngineClient(
                 functools.partial(on_stats, engine),
@@ -338,6 +340,7 @@ class FrontendGroup:
                 engine,
                 on_connect=functools.partial(self._announce_engine, engine),
                 on_death=functools.partial(self._announce_death, engine),
+                on_leaving=functools.partial(self._announce_leaving, engine),
             )
             for engine in range(len(self.addresses))
         ]
@@ -347,6 +350,9 @@ class FrontendGroup:
     def _announce_engine(self, engine: int, address: str) -> None:
         self.addresses[engine] = address
         self.broadcast(Engine(engine, address))
+
+    def _announce_leaving(self, engine: int) -> None:
+        self.broadcast(EngineLeaves(engine))
 
     def _announce_death(self, engine: int, reason: str) -> None:
         self._explained[engine] = False
@@ -363,7 +369,7 @@ class FrontendGroup:
             self.broadcast(Turn(engine, self._turns[engine].holder))
 
     def _update_load(self) -> None:
-        """Update the load of an engine, which is the sum over the frontends."""
+        """Update the load of each engine: the sum over the frontends."""
         for client in self._pool.clients if self._pool is not None else ():
             client.num_elsewhere = sum(frontend.num_open[client.index] for frontend in self.frontends)
 
@@ -373,7 +379,7 @@ class FrontendGroup:
             self.broadcast(self.phase)
 
     def open(self) -> None:
-        """Called when an engine becomes ready. The frontends notice it themselves."""
+        """Note that an engine is ready. The frontends notice that themselves."""
         if self._ready is None and self._pool.ready is not None:
             self._ready = self._pool.ready
             self.metrics = make_metrics(self.config, served_names(self.config)[0], self._ready.worker)
@@ -392,7 +398,7 @@ class FrontendGroup:
     # ---- running
 
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
-        """Same as `Frontend.observe_stats`."""
+        """Publish the statistics as `Frontend.observe_stats`."""
         if self.metrics is not None:
             self.metrics.for_engine(engine).observe_stats(stats)
 
@@ -425,7 +431,7 @@ class FrontendGroup:
         del self._collections[number]
 
     def _expect_answers(self, number: int) -> asyncio.Event:
-        """Set when every running frontend has answered the message of that number, or has ended."""
+        """Return an event set when every running frontend has answered message `number`, or has ended."""
         asked = {frontend.index for frontend in self.frontends if frontend.channel is not None}
         _, complete = self._collections[number] = (asked, asyncio.Event())
         if not asked:
@@ -457,7 +463,7 @@ class FrontendGroup:
         channel.send(AdaptersChanged(message.number, refusal))  # dropped if that process has ended
 
     async def _share_adapters(self) -> None:
-        """Returns when every running frontend serves the present adapters; others get them when they start."""
+        """Return when every running frontend serves the current adapters; others get them at their start."""
         number = next(self._numbers)
         self.adapter_list = AdapterList(number, listing(self.adapters))
         complete = self._expect_answers(number)
@@ -468,16 +474,16 @@ class FrontendGroup:
     # ---- shutdown
 
     def refuse(self) -> None:
-        """Same as `Frontend.refuse`; frontends are no longer restarted."""
+        """Refuse requests as `Frontend.refuse`; frontends are no longer restarted."""
         self.ending = True
         self.broadcast(Drain())
 
     async def drain(self) -> None:
-        """Same as `Frontend.drain`."""
+        """Drain as `Frontend.drain`."""
         await self._until_drained(self.config.server.shutdown_timeout + END_TIMEOUT + 1)
 
     async def fail(self, reason: str) -> None:
-        """Same as `Frontend.fail`."""
+        """Fail every request as `Frontend.fail`."""
         self.ending = True
         self.broadcast(Fail(reason))
         await self._until_drained(END_TIMEOUT + 1)
@@ -510,7 +516,7 @@ class FrontendGroup:
 
 
 def share(listener: socket.socket, count: int) -> list[socket.socket]:
-    """`count` listeners on the port of `listener`, itself included; the kernel distributes new connections over them.
+    """Return `count` listeners on the port of `listener`, itself included; the kernel spreads connections over them.
     The parent keeps them open, so that connections to a dead frontend wait for its successor. Raises OSError.
 
     A Unix socket cannot be bound several times, and only Linux distributes connections: elsewhere all frontends accept

@@ -1,4 +1,4 @@
-"""One model as requests see it: its facts, its tokenizer, and a client per engine."""
+"""One served model: its facts, its tokenizer, and a client per engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("quire")
 
 
 class ServedModel:
-    """Fills `state` as the parts of a model load. It is open once the routes, the tokenizer and an engine are there;
+    """Fills `state` as the parts of a model load. The model opens once routes, tokenizer and an engine are ready;
     `on_open` is called the first time.
     """
 
@@ -44,7 +44,7 @@ class ServedModel:
     # ---- start
 
     async def load_tokenizer(self, model_folder: str, tokenizer_folder: str) -> None:
-        """Raises ValueError for missing or malformed files."""
+        """Load the tokenizer. Raises ValueError for missing or malformed files."""
         from quire.server.request.sampling import read_sampling_defaults
         from quire.server.startup.model_details import LazyDetails
 
@@ -146,7 +146,7 @@ class ServedModel:
             self.state.metrics.for_engine(engine).observe_stats(stats)
 
     def on_death(self, engine: int) -> None:
-        """Called when an engine dies, after its client was notified."""
+        """Handle the death of an engine, after its client was notified."""
         self.state.incidents.record_death()
         if self._pool is not None:
             self._pool.forget(engine)

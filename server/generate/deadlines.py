@@ -1,4 +1,4 @@
-"""Deadlines of a request: in the queue, for its first token, and in all."""
+"""Deadlines of a request: for queueing, for the first token, and for the whole request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.server.engines.handle import EngineHandle
 from quire.server.errors import ApiError, GatewayTimeout, Unavailable
 
 T = TypeVar("T")
-_ANSWER_SECONDS = 2.0  # for the engine to say which requests wait; one in a longer step runs some
+_ANSWER_SECONDS = 2.0  # for the engine to report waiting requests; silent that long, it is busy with a step
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds from now; None: as long as it takes. `predict` counts from the first delta."""
+    """Limits in seconds from now; None is unlimited. `predict` counts from the first delta."""
 
     queue: float | None = None
     first_token: float | None = None
@@ -28,7 +28,7 @@ class Deadlines:
         return any(one is not None for one in (self.queue, self.first_token, self.total, self.predict))
 
     def after(self, seconds: float) -> Deadlines:
-        """Return the deadlines `seconds` later, before the request is queued."""
+        """Return the deadlines that remain after `seconds`, before the request is queued."""
         first, total = (None if one is None else max(one - seconds, 0.0) for one in (self.first_token, self.total))
         return replace(self, first_token=first, total=total)
 
@@ -48,8 +48,8 @@ async def all_wait(client: EngineHandle, request_ids: Sequence[str]) -> bool:
 
 
 async def prepared(work: Awaitable[None], limits: Deadlines) -> Deadlines:
-    """Do `work` that a request needs before it is queued. Returns the deadlines from then on. Cancels the work when one
-    passes, and raises Unavailable.
+    """Run `work`, which a request needs before it is queued; return the remaining deadlines. Cancel the work and raise
+    Unavailable when a deadline passes.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -62,7 +62,7 @@ async def prepared(work: Awaitable[None], limits: Deadlines) -> Deadlines:
 
 
 async def within(work: Awaitable[T], limits: Deadlines, waits: Callable[[], Awaitable[bool]]) -> T:
-    """Return the result of `work`, the first that a request answers. Cancels it when a deadline passes.
+    """Return the result of `work`, a request's first output. Cancel the work when a deadline passes.
 
     Raises Unavailable if the request waits in the queue then, and GatewayTimeout if it is computed.
     """

@@ -15,7 +15,7 @@ from quire.server.generate.generation import Generation
 from quire.server.parsers.events import Event
 from quire.server.request.delta import Delta
 
-# Transforms the deltas of one request between generation and dialect, e.g. parses reasoning and tool calls out of the
+# Transforms the deltas of one request between generation and dialect, e.g. parses reasoning and tool calls from the
 # text. It sees all choices (`Delta.index`), and passes on every delta that has an `error` or a `finish_reason`.
 Stage = Callable[[AsyncIterator[Delta]], AsyncIterator[Delta]]
 PER_TURN = 128  # prompts of one request that are begun, ended, or copied, before others get their turn
@@ -58,8 +58,8 @@ async def run(
 
 
 async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
-    """One task per prompt, all feeding a queue of one place: while the reader is busy, outputs pile up below, where
-    they are merged.
+    """Yield merged deltas. One task per prompt feeds a queue of one place: while the reader is busy, outputs are merged
+    upstream.
     """
     queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=1)
 
@@ -94,7 +94,7 @@ async def _merge(generations: list[Generation]) -> AsyncGenerator[Delta, None]:
 
 
 async def _copied(deltas: AsyncIterator[Delta], num_copies: int) -> AsyncGenerator[Delta, None]:
-    """Yield each delta for every choice that is equal to its own."""
+    """Yield each delta once per copy of its choice."""
     async for delta in deltas:
         whole = dataclasses.replace(delta)  # later stages change the one that they get
         yield delta
@@ -149,7 +149,7 @@ async def _until(
 
 @dataclass(slots=True)
 class Choice:
-    """One whole choice, or as much of it as there is."""
+    """One choice, complete or as far as it was generated."""
 
     index: int
     texts: list[str] = field(default_factory=list)
@@ -182,7 +182,7 @@ POSITION_SIZE = 64  # bytes of work (`threads.py`) that the log-probabilities of
 
 
 def answer_size(choices: list[Choice]) -> int:
-    """Return how much work it is to write down the whole answer, for `Threads.run`."""
+    """Return the work of serializing the whole answer, in bytes, for `Threads.run`."""
     return sum(
         16 + len(choice.token_ids) // 4 + (len(choice.logprobs) + len(choice.prompt_logprobs)) * POSITION_SIZE
         for choice in choices

@@ -28,7 +28,7 @@ SLICE = 64  # tokens of a pile that are turned into text before others get their
 
 
 class Generation:
-    """Iterate for the deltas of all choices, in the order in which they happen; of equal choices for the first's.
+    """Async iterator over the deltas of all choices in order of arrival; of equal choices, only the first yields.
 
     The request is sent when iteration begins; `aclose` aborts the rest.
     """
@@ -56,7 +56,7 @@ class Generation:
 
     @property
     def open_ids(self) -> list[str]:
-        """The engine requests of the unfinished choices."""
+        """Return the ids of the engine requests of the unfinished choices."""
         return list(self._choices)
 
     def __aiter__(self) -> Generation:
@@ -80,7 +80,7 @@ class Generation:
             return delta
 
     def _only_reports(self, output: EngineOutput) -> bool:
-        """Tell the progress; returns whether the output has only that."""
+        """Report the progress; return whether the output carries nothing else."""
         progress, prompt = self.request.progress, self.request.request_id
         if output.new_token_ids:
             progress.record_first_token(prompt, output.counts)
@@ -89,7 +89,7 @@ class Generation:
         return output.finish_reason is None and output.prompt_logprobs is None
 
     async def _next_output(self) -> EngineOutput:
-        """The backlog of a choice is yielded in slices, with a turn of the event loop between them."""
+        """Yield the backlog of a choice in slices, with a turn of the event loop between them."""
         if self._rest is None:
             output = await self._stream.__anext__()
         else:
@@ -101,7 +101,7 @@ class Generation:
 
     @property
     def _ids(self) -> list[str]:
-        """The engine requests, one per choice unless the choices are equal."""
+        """Return the ids of the engine requests, one per choice unless the choices are equal."""
         name, n = self.request.request_id, self.request.n // self.request.num_copies
         return [name] if n == 1 else [f"{name}/{index}" for index in range(n)]
 
@@ -147,6 +147,7 @@ class Generation:
             report_prefill=request.progress is not None,
             turn_start=request.turn_start,
             transfer=request.transfer,
+            engine=request.engine,
         )
         try:
             self._stream = self._client.generate(message)
@@ -155,13 +156,13 @@ class Generation:
         self._choices = {request_id: _Choice(index, request, self._tokenizer) for index, request_id in enumerate(ids)}
         if self._sink is not None:
             self._metrics = self._sink.for_engine(self._stream.engine)
-            for one in request.media:
-                self._metrics.observe_image(one.item.num_embeds, one.lease.found, one.lease.seconds)
+            for lease in {id(one.lease): one.lease for one in request.media}.values():
+                self._metrics.observe_medium(lease.medium.num_tokens, lease.found, lease.seconds)
 
     def _finish(self, output: EngineOutput, delta: Delta, choice: _Choice) -> None:
         del self._choices[output.request_id]
         self._rest = None  # a stop string may end a choice before its pile does
-        if output.finish_reason is None:  # a stop string, of which the engine knows nothing
+        if output.finish_reason is None:  # a stop string, which the engine does not know
             self._stream.abort(output.request_id)
         timing = choice.timing
         if timing is not None and output.finish_reason is None:
@@ -197,7 +198,7 @@ def _int64(value: int) -> int:
 
 
 def _text_ends(request: GenerationRequest, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return, with `request.text_ends`, the stop tokens that are shown and are not text themselves."""
+    """Return `request.text_ends` and the stop tokens that are shown but are not text themselves."""
     if not request.include_stop_str_in_output:
         return request.text_ends
     sampling = request.sampling
@@ -238,13 +239,13 @@ class _Choice:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.num_taken = 0  # tokens given out
-        self.num_silent = 0  # 1 once a stop token ended it, which has no text
+        self.num_silent = 0  # 1 once a stop token without text ended it
         self.counts = NO_COUNTS
         self.first_token_time = self.last_token_time = 0.0
         self.timing: RequestTiming | None = None  # the engine's newest
 
     def advance(self, output: EngineOutput) -> Delta | None:
-        """Take an output; None if nothing can be told yet."""
+        """Take an output and return its delta, or None if there is nothing to send yet."""
         detokenizer, finish_reason, stop_reason = self.detokenizer, output.finish_reason, output.stop_reason
         self.counts = self.counts.then(output.counts)
         self.timing = output.timing or self.timing
@@ -285,7 +286,7 @@ class _Choice:
         return taken
 
     def observe(self, metrics: EngineMetrics, output: EngineOutput) -> None:
-        """Record when tokens came. A prompt counts with its first token, or at the end of a request for none."""
+        """Record when tokens came. A prompt is counted at its first token, or when a request without tokens ends."""
         num_tokens = len(output.new_token_ids)
         if not self.last_token_time and (num_tokens or output.finish_reason == "length"):
             metrics.observe_prompt(len(self.request.prompt_token_ids), output.counts.cached)

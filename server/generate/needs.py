@@ -24,16 +24,16 @@ __all__ = [
 
 
 class Running(Reservation, Settings, Protocol):
-    """To run accepted requests for vectors."""
+    """The state needed to run accepted requests for vectors."""
 
     client: EngineHandle
 
 
 class Transcribing(Encoding, Running, Speech, Protocol):
-    """To run accepted requests for the text of audio."""
+    """The state needed to run accepted transcription requests."""
 
 
 class Generation(Encoding, Running, Protocol):
-    """To run accepted requests for text."""
+    """The state needed to run accepted requests for text."""
 
     structures: Structures

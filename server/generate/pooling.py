@@ -31,7 +31,7 @@ _serial = itertools.count()
 
 @dataclass(slots=True, kw_only=True)
 class PoolingSpec:
-    """One vector for each prompt. `prompt_param` is the field that the client knows, for error messages."""
+    """A request for one vector per prompt. `prompt_param` is the client's field name, for error messages."""
 
     request_id: str
     prompts: list[str] | list[list[int]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class PoolingSpec:
     cache_key: str | None = None  # the conversation whose cached prefix is wanted for `cache_seconds`
     cache_seconds: float = 0.0
     tenant: str | None = None
-    background: bool = False  # yields to every request that is not; no limit of the queue counts it
+    background: bool = False  # yields to all foreground requests; queue limits do not count it
     adapters: list[Chosen] = field(default_factory=list)  # for LoRA
     prompt_param: str = "input"
 
@@ -60,7 +60,7 @@ class Vector:
 
     @property
     def values(self) -> array:
-        """The numbers."""
+        """Return the elements as an array of float32."""
         values = array("f")
         values.frombytes(self.data)
         return values
@@ -70,13 +70,17 @@ def require_task(model: ModelInfo, task: str) -> PoolingInfo:
     """Return the model's tasks. Raises BadRequest if `task` is none of them."""
     if model.pooling is None or task not in model.pooling.tasks:
         hint = "--pooling makes embeddings of its hidden states" if model.pooling is None and task == "embed" else ""
-        what = {"embed": "makes no embeddings", "classify": "is no classifier"}[task]
+        what = {
+            "embed": "makes no embeddings",
+            "classify": "is no classifier of texts",
+            "token_classify": "is no classifier of tokens",
+        }[task]
         raise BadRequest(f"The model {what}{hint and f' (a server with {hint})'}.", param="model")
     return model.pooling
 
 
 def embed_params(model: ModelInfo, dimensions: int | None, normalize: bool | None) -> PoolingParams:
-    """Parameters for embeddings. Raises BadRequest for `dimensions`, or if the model makes none."""
+    """Return parameters for embeddings. Raises BadRequest for invalid `dimensions` or a model without embeddings."""
     pooling = require_task(model, "embed")
     if dimensions is not None:
         _check_dimensions(dimensions, pooling)
@@ -112,18 +116,18 @@ def prepare(spec: PoolingSpec, state: needs.Encoding) -> list[GenerationRequest]
     if isinstance(prompts[0], str):
         prompts = _encode(spec, prompts, state, size)
     elif spec.truncate_prompt_tokens is not None:
-        prompts = [_cut(ids, size, side_of(spec, model)) for ids in prompts]
+        prompts = [_cut(ids, size, truncation_side_of(spec, model)) for ids in prompts]
     return [to_request(spec, ids, model) for ids in prompts]
 
 
 def text_limit(model: ModelInfo) -> int:
-    """Return the number of tokens that the model reads of a text: its context length, or less by its files."""
+    """Return the most tokens of a text that the model reads: its context length, or a lower limit in its files."""
     declared = model.pooling.max_tokens if model.pooling is not None else 0
     return min(declared or model.max_model_len, model.max_model_len)
 
 
 def truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
-    """Return the number of tokens to which texts are cut; None: they are not. Raises BadRequest."""
+    """Return the number of tokens to which texts are truncated, or None for no truncation. Raises BadRequest."""
     size, limit = spec.truncate_prompt_tokens, text_limit(model)
     if size is None:
         declared = model.pooling is not None and model.pooling.max_tokens
@@ -136,7 +140,7 @@ def truncated_size(spec: PoolingSpec, model: ModelInfo) -> int | None:
     return limit if size == -1 else size
 
 
-def side_of(spec: PoolingSpec, model: ModelInfo) -> str:
+def truncation_side_of(spec: PoolingSpec, model: ModelInfo) -> str:
     """Return the side on which texts are cut: right drops their end."""
     return spec.truncation_side or (model.pooling.truncation_side if model.pooling is not None else "right")
 
@@ -154,10 +158,10 @@ def _encode(spec: PoolingSpec, texts: Sequence[str], state: needs.Encoding, size
     if all(len(ids) <= size for ids in encoded):
         return encoded
     before, after = special_frame(state.tokenizer) if special else ([], [])
-    room, side = size - len(before) - len(after), side_of(spec, state.model)
+    room, side = size - len(before) - len(after), truncation_side_of(spec, state.model)
     if room < 1:
         raise BadRequest(
-            f"truncate_prompt_tokens: {size} leaves no room beside the tokenizer's special tokens.",
+            f"truncate_prompt_tokens: {size} leaves no room next to the tokenizer's special tokens.",
             param="truncate_prompt_tokens",
         )
     return [
@@ -244,11 +248,12 @@ def _message(request: GenerationRequest) -> AddRequest:
         tenant=request.tenant,
         weight=request.weight,
         adapters=[one.use for one in request.adapters],
+        engine=request.engine,
     )
 
 
 def _vector(state: needs.Metrics, request: GenerationRequest, stream: OutputStream, output: EngineOutput) -> Vector:
-    """Return the result of a request, which has one output."""
+    """Return the result of a request from its only output."""
     if state.metrics is not None:
         metrics = state.metrics.for_engine(stream.engine)
         metrics.observe_prompt(len(request.prompt_token_ids), output.counts.cached)

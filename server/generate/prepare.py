@@ -60,7 +60,7 @@ def checked(spec: GenerationSpec, state: needs.Encoding) -> SamplingParams:
 
 
 def check_generates(model: ModelInfo) -> None:
-    """Raises BadRequest for a model that makes vectors only."""
+    """Raise BadRequest for a model that only makes vectors."""
     if (pooling := model.pooling) is not None and not pooling.generates:
         raise BadRequest(f"The model generates no text; it serves: {', '.join(pooling.tasks)}.", param="model")
     if model.transcribes:
@@ -68,19 +68,20 @@ def check_generates(model: ModelInfo) -> None:
 
 
 def check_options(spec: GenerationSpec) -> None:
-    """Raises BadRequest for a value that its type cannot exclude."""
+    """Raise BadRequest for a bad value that its type allows."""
     size = spec.options.truncate_prompt_tokens
     if size == 0:
         raise BadRequest("truncate_prompt_tokens must be at least 1, or -1.", param="truncate_prompt_tokens")
-    images = spec.prompts.images if isinstance(spec.prompts, Conversation) else spec.images
-    if size is not None and images:
+    media = spec.prompts.media if isinstance(spec.prompts, Conversation) else spec.media
+    if size is not None and media:
         raise BadRequest(
-            "truncate_prompt_tokens is not available for a prompt with images.", param="truncate_prompt_tokens"
+            f"truncate_prompt_tokens is not available for a prompt with {media[0].kind}s.",
+            param="truncate_prompt_tokens",
         )
 
 
 def check_priority(priority: int, model: ModelInfo) -> None:
-    """Raises BadRequest for a priority that the scheduler would ignore."""
+    """Raise BadRequest for a priority that the scheduler would ignore."""
     if priority and not model.priorities:
         raise BadRequest(
             "priority needs a server with --scheduling-policy priority; this one serves in order of arrival.",
@@ -89,7 +90,7 @@ def check_priority(priority: int, model: ModelInfo) -> None:
 
 
 def _prediction_ids(text: str | None, state: needs.Encoding) -> list[int] | None:
-    """Return token ids of a predicted output, as many as the context holds; None without one."""
+    """Return the token ids of a predicted output, cut to the context length; None without one."""
     if text is None:
         return None
     text = text[: state.model.max_model_len * state.tokenizer.max_token_chars]

@@ -10,7 +10,7 @@ from quire.server.generate.transcription import Said, Segment, Transcription, Tr
 from quire.server.media.audio.languages import code_of
 from quire.server.media.audio.prompted import PromptedSpeechModel
 from quire.server.media.audio.service import Piece, Pieces
-from quire.server.media.inputs import PreparedImage
+from quire.server.media.inputs import PreparedPart
 
 _serial = itertools.count()
 
@@ -22,7 +22,7 @@ class PromptedTranscription(Transcription):
     needs_language = False
 
     async def _attempt(self, piece: Piece, before: list[int], temperature: float) -> Said:
-        (num_embeds,) = piece.lease.image.counts
+        num_embeds = piece.lease.medium.num_tokens
         prompt = self.model.prompt(self.spec.language, self.spec.before, num_embeds)
         sampling = SamplingParams(
             max_tokens=min(self.model.max_output, self.state.model.max_model_len - len(prompt)),
@@ -56,9 +56,9 @@ class PromptedTranscription(Transcription):
         code = code_of(self._text(ids).strip().removeprefix("language "))
         return code if code in self.model.codes else None
 
-    def _item(self, image: PreparedImage) -> MediaItem:
-        (num_embeds,) = image.counts
-        return MediaItem(image.key, self.model.start_of_audio(self.spec.before), num_embeds, num_embeds, image.path)
+    def _item(self, window: PreparedPart) -> MediaItem:
+        count = window.num_tokens
+        return MediaItem(window.key, self.model.start_of_audio(self.spec.before), count, count, window.path)
 
 
 def transcription_of(state: needs.Transcribing, spec: TranscriptionSpec, pieces: Pieces) -> Transcription:

@@ -15,9 +15,9 @@ from quire.server.generate.pooling import (
     Vector,
     embed_params,
     prepare,
-    side_of,
     to_request,
     truncated_size,
+    truncation_side_of,
 )
 from quire.server.request.generation_request import GenerationRequest
 from quire.server.request.limits import MAX_PROMPTS
@@ -27,8 +27,8 @@ _MAX_CUTS = 4  # attempts to fit a rendered pair into its limit
 
 @dataclass(slots=True)
 class Scoring:
-    """The requests from whose vectors scores follow: one per pair for a cross-encoder, else one per text; `pairs` are
-    then (query, document) as indices of requests.
+    """The requests whose vectors give the scores: one per pair for a cross-encoder, else one per text; `pairs` then
+    holds (query, document) as indices of requests.
     """
 
     requests: list[GenerationRequest]
@@ -46,7 +46,7 @@ class Scoring:
 def prepare_scoring(
     spec: PoolingSpec, pairs: Sequence[tuple[str, str]], state: needs.Encoding, use_activation: bool | None = None
 ) -> Scoring:
-    """Runs in a thread. `spec` has neither prompts nor parameters yet. Raises BadRequest naming the parameter."""
+    """Return the scoring of `pairs`; runs in a thread. `spec` has no prompts yet. Raises BadRequest."""
     if len(pairs) > MAX_PROMPTS:
         raise BadRequest(
             f"{spec.prompt_param}: {len(pairs)} pairs are more than {MAX_PROMPTS}.", param=spec.prompt_param
@@ -79,7 +79,7 @@ def _cross_encoder(
         return Scoring([to_request(spec, ids, state.model) for ids in prompts], activation=activation)
     requests = []
     for ids, sequence_ids, types in state.tokenizer.encode_pairs(pairs, spec.add_special_tokens):
-        kept = _kept(spec, sequence_ids, size, side_of(spec, state.model))
+        kept = _kept(spec, sequence_ids, size, truncation_side_of(spec, state.model))
         types = [types[i] for i in kept]
         second_start = types.index(1) if pooling.whole_prompts and 1 in types else 0
         spec.params = PoolingParams("classify", second_start=second_start)
@@ -88,9 +88,9 @@ def _cross_encoder(
 
 
 def _kept(spec: PoolingSpec, sequence_ids: list[int | None], size: int | None, side: str) -> Sequence[int]:
-    """Return the places of the tokens of a joined pair that stay if it is cut to `size` tokens. For a size that the
-    request names, tokens of the document are dropped; for the model's, those of the longer text, then of both, as
-    transformers does.
+    """Return the indices of a joined pair's tokens that remain after truncation to `size` tokens. If the request sets
+    the size, tokens of the document are dropped; for the model's limit, those of the longer text, then of both, as in
+    transformers.
     """
     excess = 0 if size is None else len(sequence_ids) - size
     if excess <= 0:
@@ -109,7 +109,7 @@ def _kept(spec: PoolingSpec, sequence_ids: list[int | None], size: int | None, s
 
 
 def _balanced(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return how much of two texts of `first` and `second` tokens is kept in `room`, if the longer one is cut first."""
+    """Return how many of `first` and `second` tokens fit into `room` tokens, if the longer text is cut first."""
     shorter = min(first, second)
     if shorter <= room // 2:
         return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
@@ -118,8 +118,8 @@ def _balanced(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def _rendered(spec: PoolingSpec, query: str, document: str, state: needs.Encoding, size: int | None) -> list[int]:
-    """Return token ids of a pair in the model's chat template, as messages of the roles query and document. The
-    document is shortened until they are at most `size`.
+    """Return the token ids of a pair in the model's chat template, as messages of the roles query and document. Shorten
+    the document until the ids number at most `size`.
     """
     tokenizer, prompt = state.tokenizer, state.model.pooling.prompt
     before = [{"role": "system", "content": prompt}] if prompt else []
@@ -137,14 +137,14 @@ def _rendered(spec: PoolingSpec, query: str, document: str, state: needs.Encodin
         room = len(kept) - (len(ids) - size)
         if room < 1:
             break
-        kept = kept[:room] if side_of(spec, state.model) == "right" else kept[-room:]
+        kept = kept[:room] if truncation_side_of(spec, state.model) == "right" else kept[-room:]
         document = tokenizer.decode(kept, skip_special_tokens=False)
     raise _no_room(size)
 
 
 def _no_room(size: int) -> BadRequest:
     return BadRequest(
-        f"truncate_prompt_tokens: {size} leaves no room for a document beside the query.",
+        f"truncate_prompt_tokens: {size} leaves no room for a document next to the query.",
         param="truncate_prompt_tokens",
     )
 

@@ -1,4 +1,4 @@
-"""Structures -> grammars, off the event loop: the cache, whose turn it is, and the engine's vocabulary."""
+"""Compiles structures to grammars, off the event loop: the cache, the fair queue, and the engine's vocabulary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_PROCESSES = 3
 PER_TENANT = 2  # processes that work for one tenant at once: the others' structures find a free one
 MAX_WAITING = 256  # structures of one tenant that wait for a process
 CACHE_BYTES = 2**24  # for structures and their grammars
-RETRY_AFTER = 10  # seconds
+RETRY_AFTER = 10  # seconds, for the client
 WARM_AFTER = 5.0  # seconds from the start of a server, which has other work until then
 _ANY_LETTER = Structure(kind="regex", value="[a-z]", param="")
 
@@ -47,8 +47,8 @@ class Served(Protocol):
 
 
 async def constrain(requests: Sequence[GenerationRequest], state: Served, tenant: str = "") -> None:
-    """Compile the structures of `requests` into their sampling parameters, in the tenant's turn. Call it before they
-    are sent. A structure is dropped when no request waits for it any more.
+    """Compile the structures of `requests` into their sampling parameters, in the tenant's turn, before they are sent.
+    A structure is dropped when no request waits for it any more.
 
     Raises BadRequest naming the field and the mistake, Unavailable if too many structures wait or one could not be
     compiled within its limits.
@@ -63,7 +63,7 @@ async def constrain(requests: Sequence[GenerationRequest], state: Served, tenant
 
 
 class _Refusal(msgspec.Struct):
-    """The reason for which a structure has no grammar."""
+    """The reason why a structure has no grammar."""
 
     reason: str
 
@@ -76,7 +76,7 @@ class _Compilation:
 
 
 class Structures:
-    """Belongs to one event loop. Starts nothing before the first structure, or `warm`."""
+    """A cache of grammars on one event loop. Starts no process before the first structure or `warm`."""
 
     def __init__(self) -> None:
         self._grammars: OrderedDict[bytes, str | _Refusal] = OrderedDict()  # by structure, most recently used last
@@ -91,8 +91,8 @@ class Structures:
         self._warming: asyncio.Task[None] | None = None
 
     def warm(self, state: Served) -> None:
-        """Start a process, and let the engines read the vocabulary, a little later: the first structure of a server's
-        life does not wait for them.
+        """Start a process after `WARM_AFTER` seconds, and let the engines read the vocabulary, so that a server's first
+        structure does not wait for them.
         """
         if self._warming is None and state.model.eos_token_ids:
             self._warming = asyncio.ensure_future(self._warm(state))
@@ -162,8 +162,8 @@ class Structures:
     # ---- the processes
 
     async def _ask(self, key: bytes) -> str | _Refusal:
-        """Compile with an idle process, then with a fresh one: the first may have been killed while it was idle, or be
-        at its limit because of earlier work.
+        """Compile with an idle process, then with a fresh one: the idle one may have been killed, or be at its limit
+        because of earlier work.
         """
         for process in (self._idle_process(), None):
             process = process or CompileProcess(self._specials)
@@ -185,7 +185,7 @@ class Structures:
         raise Unavailable("The grammar takes too much time or memory to compile now.", retry_after=RETRY_AFTER)
 
     def _idle_process(self) -> CompileProcess | None:
-        """Return an idle process that lives."""
+        """Return an idle process that is alive."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -197,7 +197,7 @@ class Structures:
     # ---- the vocabulary
 
     async def _prepare(self, state: Served) -> None:
-        """Once: give the engines the vocabulary; they read it while the first structure is compiled."""
+        """Give the engines the vocabulary once; they read it while the first structure is compiled."""
         if self._preparing is None:
             self._preparing = asyncio.ensure_future(self._start(state))
         try:

@@ -21,7 +21,7 @@ from quire.server.generate.generation import Generation
 from quire.server.media.audio.languages import gap
 from quire.server.media.audio.model import STEP, SpeechModel
 from quire.server.media.audio.service import Piece, Pieces
-from quire.server.media.inputs import PreparedImage
+from quire.server.media.inputs import PreparedPart
 from quire.server.model_info import ModelInfo
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import Attached, GenerationRequest
@@ -31,15 +31,15 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # for the attempts
 MOST_COMPRESSION, LEAST_LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # Whisper's thresholds
 PERHAPS_NO_SPEECH = 0.3  # the same after attempts that all fail: steady noise has 0.4
 _MOST_BEFORE = 224  # tokens of text before the audio, at most half of the context
-_FORGETS = 0.5  # temperature above which the next piece does not follow a text
-_TOP = 20  # log-probabilities among which that of silence is looked for
+_FORGETS = 0.5  # temperature above which the next piece is not prompted with the text
+_TOP = 20  # log-probabilities searched for that of silence
 _serial = itertools.count()
 
 Observed = Callable[[AsyncGenerator[Delta, None]], AsyncGenerator[Delta, None]]
 
 
 def most_before(model: ModelInfo) -> int:
-    """Return the most tokens of text before the audio."""
+    """Return the maximum number of text tokens before the audio."""
     return min(_MOST_BEFORE, model.max_model_len // 2)
 
 
@@ -54,7 +54,7 @@ class TranscriptionSpec:
     temperature: float = 0.0  # 0: Whisper's attempts
     timestamps: bool = False
     words: bool = False  # also the times of words; needs `timestamps`
-    follows: bool = False  # whether each piece follows the text of the one before it, so that they run one by one
+    follows: bool = False  # each piece is prompted with the previous text: they run one by one
     observed: Observed = lambda found: found
 
 
@@ -125,7 +125,7 @@ class Said:
 class Transcription:
     """One file. `language` is known once the first piece is."""
 
-    needs_language = True  # whether the first piece tells the language before the others begin
+    needs_language = True  # the first piece gives the language before the others begin
 
     def __init__(self, state: needs.Transcribing, spec: TranscriptionSpec, pieces: Pieces):
         self.state, self.spec, self.pieces = state, spec, pieces
@@ -133,8 +133,8 @@ class Transcription:
         self.language = spec.language if self.model.languages else "en"
         self.num_pieces = 0
 
-    async def said(self) -> AsyncGenerator[Said, None]:
-        """Yield the text of each piece, in order. Closing the generator aborts running requests.
+    async def texts(self) -> AsyncGenerator[Said, None]:
+        """Yield the text of each piece in order. Closing the generator aborts running requests.
 
         Raises BadRequest, EngineError.
         """
@@ -199,7 +199,7 @@ class Transcription:
         return names[ids[0]]
 
     async def _no_speech(self, piece: Piece) -> float:
-        """Return the probability of silence, for prompts in which no token follows the first one."""
+        """Return the probability of silence, for prompts of a single token."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=[self.model.no_speech], logprobs=0)
         _, logprobs, _ = await self._run(piece, [self.model.start], sampling)
         return math.exp(logprobs[0].logprobs[0])
@@ -242,7 +242,7 @@ class Transcription:
         return said
 
     def _segments(self, piece: Piece, ids: list[int]) -> list[Segment]:
-        """Return the parts between timestamps. One that has no end lasts to the end of the piece."""
+        """Return the parts between timestamps. A segment without an end lasts to the end of the piece."""
         begin, segments = self.model.timestamp_begin, []
         start, tokens = 0.0, []
         for i, token in enumerate([*ids, None]):
@@ -273,9 +273,9 @@ class Transcription:
         return await self.state.speech.run(lambda: self._timed(said, found.data, positions), self.pieces.turn)
 
     def _timed(self, said: Said, data: bytes, positions: int) -> list[TimedWord]:
-        """Read an answer of the engine. Runs in a thread.
+        """Return the words in an answer of the engine. Runs in a thread.
 
-        A token is said from where the one before it begins on the path: attention looks for the next token.
+        A token starts where the previous one begins on the path: attention looks for the next token.
         """
         from quire.server.media.audio.words import read_times, split_words
 
@@ -294,7 +294,7 @@ class Transcription:
     async def _run(
         self, piece: Piece, prompt: list[int], sampling: SamplingParams
     ) -> tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]:
-        """(tokens, their log-probabilities, those of the prompt) that the engine answers."""
+        """Return (tokens, their log-probabilities, those of the prompt) that the engine answers."""
         request = self._request(piece, prompt, sampling)
         generation = Generation(self.state.client, self.state.tokenizer, request, self.state.metrics)
         ids: list[int] = []
@@ -321,8 +321,9 @@ class Transcription:
             tenant=base.tenant,
             weight=base.weight,
             arrival_time=time.time(),
-            media=[Attached(self._item(lease.image), lease)],
+            media=[Attached(self._item(lease.medium.parts[0]), lease)],
+            engine=base.engine,
         )
 
-    def _item(self, image: PreparedImage) -> MediaItem:
-        return MediaItem(image.key, 0, 1, self.model.positions, image.path)
+    def _item(self, window: PreparedPart) -> MediaItem:
+        return MediaItem(window.key, 0, 1, self.model.positions, window.path)

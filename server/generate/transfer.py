@@ -1,7 +1,7 @@
-"""vLLM's `kv_transfer_params`: blocks of a prompt that one server computed and another goes on with.
+"""vLLM's `kv_transfer_params`: KV blocks of a prompt that one server computed and another continues.
 
-The first server gets `do_remote_decode` and answers where its blocks are; its answer is the second server's
-`kv_transfer_params`. `remote_block_ids` are numbers of blocks of the prompt, a list for each group of layers.
+The first server gets `do_remote_decode` and answers with the location of its blocks; that answer becomes the second
+server's `kv_transfer_params`. `remote_block_ids` are block numbers of the prompt, a list for each group of layers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SWITCHES = ("do_remote_decode", "do_remote_prefill")
 
 
 def read_transfer(params: dict[str, Json] | None) -> Transfer | None:
-    """Read the parameters of a request; None if it transfers nothing. Parameters of a first server that could send
-    nothing lack an address: then the prompt is computed. Raises BadRequest.
+    """Read the parameters of a request; return None if it transfers nothing. Without an address (the first server had
+    nothing to send), the prompt is computed. Raises BadRequest.
     """
     if not params:
         return None
@@ -42,7 +42,7 @@ def read_transfer(params: dict[str, Json] | None) -> Transfer | None:
 
 
 def check_transfer(params: dict[str, Json] | None, config: CacheConfig) -> None:
-    """Raises BadRequest for parameters that this server cannot follow."""
+    """Raise BadRequest for parameters that this server cannot follow."""
     if not params:
         return
     if not config.transfer.role:
@@ -73,7 +73,7 @@ def _is_number(value: Json, most: int) -> bool:
 
 
 def answered(requests: Sequence[GenerationRequest]) -> dict[str, Json] | UnsetType:
-    """Return the parameters for the server that goes on; only a request of one prompt has them."""
+    """Return the parameters for the server that continues; only requests of one prompt have them."""
     if len(requests) != 1 or (sent := requests[0].sent) is None:
         return UNSET
     return {

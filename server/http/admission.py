@@ -63,7 +63,7 @@ def admit(
 
 
 def cache_hint(request: Request) -> dict[str, Any]:
-    """Return the fields of a spec that say which conversation the request belongs to, if it says so."""
+    """Return the spec fields for the request's conversation, if it names one."""
     who = caller(request)
     hint = who.hint
     return {} if hint is None else {"cache_key": who.engine_key(hint.key), "cache_seconds": hint.seconds}

@@ -20,12 +20,12 @@ class ApiKeys:
     the static pages, unknown routes included, returns 401 without it. Those of `routes` with `admin` need an
     administrator's key, and others get 403; they need it even if no other route needs a key.
 
-    Sets the caller's `key`; with several keys `owner` per key, and `tenant` to the same unless `share_prefix_cache`.
+    Sets the caller's `key`; with several keys `owner`, and an equal `tenant` unless `share_prefix_cache`.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, routes: Iterable[Route], share_prefix_cache: bool = False):
         self.app, self.keys, self.share_prefix_cache = app, keys, share_prefix_cache
-        # paths with parameters, too: as Starlette matches them
+        # includes paths with parameters, matched as Starlette does
         self._admin = [(frozenset(route.methods), compile_path(route.path)[0]) for route in routes if route.admin]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,7 +36,7 @@ class ApiKeys:
         await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Return why the request has no access; otherwise notes whose it is."""
+        """Return the error for a request without access; otherwise set its caller."""
         presented, for_admins = _presented_key(scope), self._is_for_admins(scope)
         holder = None if presented is None else self.keys.find(presented)
         if holder is None:

@@ -1,4 +1,4 @@
-"""A route that is several: the field that only one of the bodies has says which."""
+"""One route with several handlers, chosen by a field that only one of the bodies has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.server.http.route import Handler
 
 
 def by_field(name: str, about: str, handlers: Mapping[str, Handler]) -> Handler:
-    """`handlers` by the field that only their bodies have. `name` and `about` are for the OpenAPI document."""
+    """Return the handler; `handlers` are by distinguishing field, `name` and `about` for OpenAPI."""
 
     async def dispatch(request: Request, state: needs.Completion) -> Response:
         raw = await read_body(request, state)

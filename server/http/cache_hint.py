@@ -63,8 +63,8 @@ def _ttl(options: msgspec.Raw | msgspec.UnsetType) -> float:
 
 
 def with_retention(identity: dict[str, Any], seconds: float, name: str = "") -> dict[str, Any]:
-    """Return the fields of a spec with a hint that the dialect has: the cached prefix is wanted for `seconds`. The name
-    of a conversation that the client gave counts more than `name`; without any, how the prompt begins stands for it.
+    """Return spec fields with the dialect's own hint: the cached prefix is wanted for `seconds`. A conversation name
+    of the client takes precedence over `name`; without any, the beginning of the prompt stands for it.
     """
     if seconds <= 0:
         return identity
@@ -76,7 +76,7 @@ def with_retention(identity: dict[str, Any], seconds: float, name: str = "") -> 
 
 
 def check_key(key: Json, param: str) -> None:
-    """Raises BadRequest if the key names no conversation."""
+    """Raise BadRequest if the key is no valid conversation name."""
     if not isinstance(key, str):
         raise BadRequest(f"{param}: expected str, got {type(key).__name__}.", param=param)
     if len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 async def call(app: ASGIApp, path: str, body: bytes, caller: Caller) -> tuple[int, str, bytes]:
-    """(status, request id, body) of the answer to POST `path` with a JSON body, as that of `caller`. The body is JSON:
-    a string with the text of an answer of another type.
+    """Return (status, request id, body) of the answer to POST `path` with a JSON body, on behalf of `caller`. The
+    returned body is JSON: a string if the answer has another type.
     """
     unread = [body]
     answer = bytearray()
@@ -26,7 +26,7 @@ async def call(app: ASGIApp, path: str, body: bytes, caller: Caller) -> tuple[in
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.get_running_loop().create_future()  # a caller that stays until the answer
+        await asyncio.get_running_loop().create_future()  # a caller that never disconnects
         raise AssertionError
 
     async def send(message: Message) -> None:

@@ -47,7 +47,7 @@ async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
 
 
 class _Server(needs.Drain, needs.Settings, needs.Accounts, Protocol):
-    """The part of the server that the boundary keeps."""
+    """The server state that the boundary uses."""
 
     incidents: Incidents
 
@@ -106,8 +106,8 @@ class RequestBoundary:
                     self.state.metrics.observe_http(route_path(scope, "none"), scope["method"], status)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer. A method that HTTP does not define is "other", which no route allows: methods
-        are labels of metrics and parts of log lines, and a client could make up any number of them.
+        """Have the application answer. A method that HTTP does not define becomes "other", which no route allows:
+        methods are metric labels and parts of log lines, and a client could invent any number of them.
         """
         if scope["method"] not in METHODS:
             scope["method"] = "other"
@@ -142,7 +142,7 @@ class RequestBoundary:
         )
 
     def _fields(self, scope: Scope, status: int | None, seconds: float) -> dict[str, object]:
-        """Return the fields of logs in JSON."""
+        """Return the fields of a JSON log line."""
         who = caller_in(scope)
         return {
             "method": scope["method"],
@@ -155,7 +155,7 @@ class RequestBoundary:
 
 
 class Hosts:
-    """Protects against DNS rebinding: returns 403 if the name in the Host header is not `allowed`.
+    """Protects against DNS rebinding: answers 403 if the name in the Host header is not `allowed`.
 
     IP addresses and names without a dot, such as localhost, always pass.
     """
@@ -225,7 +225,7 @@ def _extra_headers(scope: Scope, keep_alive: bytes) -> list[tuple[bytes, bytes]]
 
 
 def _warning(ignored: Ignored) -> str:
-    """Return the text of the Warning header: what of the request had no effect."""
+    """Return the text of the Warning header: the fields without effect."""
     what = {"unknown parameters ignored": ignored.unknown, "parameters without effect here": ignored.hints}
     text = "; ".join(f"{about}: {', '.join(names[:20])}" for about, names in what.items() if names)
     return "".join(

@@ -66,7 +66,7 @@ class Streams(Protocol):
 
 
 class Drain(Protocol):
-    """Requests in flight, which the shutdown waits for."""
+    """Requests in flight, for which the shutdown waits."""
 
     def enter(self) -> None: ...
     def leave(self) -> None: ...
@@ -79,21 +79,21 @@ class Health(Readiness, Protocol):
 
 
 class BodyLimit(Images, Settings, Protocol):
-    """To know how large a body may be."""
+    """The state needed to know how large a body may be."""
 
 
 class Body(BodyLimit, Threads, Protocol):
-    """To read a body, in threads if it is large."""
+    """The state needed to read a body, in threads if it is large."""
 
     unknown_fields: set[str]
 
 
 class Admission(Queue, Adapters, Choice, ConfiguredEngine, Protocol):
-    """To decide whether a request is accepted."""
+    """The state needed to decide whether a request is accepted."""
 
 
 class Preparing(Prompting, Admission, Protocol):
-    """To accept a request, and to prepare its prompt."""
+    """The state needed to accept a request, and to prepare its prompt."""
 
 
 class Transcriptions(Transcribing, Body, Admission, Protocol):

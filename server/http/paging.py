@@ -11,7 +11,7 @@ from quire.server.http.numbers import bounded_int
 
 
 def owner(request: Request) -> str:
-    """Return the owner of the files and batches that a request may see: its API key's, or all if there is only one."""
+    """Return the owner of the files and batches that a request may see: by its API key, or all with only one key."""
     return caller(request).owner or ""
 
 
@@ -22,5 +22,5 @@ def page_size(request: Request, largest: int) -> int:
 
 
 def ends(items: list[Any]) -> dict[str, str | None]:
-    """`first_id` and `last_id` of a list."""
+    """Return `first_id` and `last_id` of a list."""
     return {"first_id": items[0].id if items else None, "last_id": items[-1].id if items else None}

@@ -80,7 +80,7 @@ def _untyped(body: bytes) -> Any:
 
 
 def is_left_out(item: Json) -> bool:
-    """Return whether `item` is of a type that is ignored like an unknown field (the class's pattern `left_out`)."""
+    """Return whether `item` has a type that is ignored like an unknown field (the class's `left_out` pattern)."""
     pattern = getattr(type(item), "left_out", None)
     return pattern is not None and pattern.fullmatch(item.type) is not None
 
@@ -100,7 +100,7 @@ def _may_have_more_members(body: bytes, limit: int) -> bool:
 
 
 def deeper_than(value: Json, levels: int) -> bool:
-    """Return whether JSON data has more levels of objects and lists."""
+    """Return whether JSON data has more than `levels` levels of objects and lists."""
     if not isinstance(value, (dict, list)):
         return False
     if levels == 0:
@@ -126,7 +126,7 @@ def bad_request(error: msgspec.ValidationError, data: Json) -> BadRequest:
 
 
 def _readable(what: str) -> str:
-    """`Expected `int | null`, got `str`` -> `expected int, got str`; ranges keep their limit."""
+    """Turn `Expected `int | null`, got `str`` into `expected int, got str`; ranges keep their limit."""
     what = what.replace(" | null", "").replace("`", "")
     return what[:1].lower() + what[1:]
 
@@ -144,7 +144,7 @@ def _value_at(data: Json, keys: list) -> str:
 
 
 def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ignored: Ignored) -> None:
-    """Refuse unsupported fields and note what has no effect, in `value` and in the Structs it contains."""
+    """Refuse unsupported fields and note fields without effect, in `value` and in its nested Structs."""
     if len(members) > MAX_FIELDS:
         raise BadRequest(
             f"{prefix.rstrip('.') or 'The body'} has {len(members)} fields, which is more than {MAX_FIELDS}.",
@@ -175,7 +175,7 @@ def _check_undeclared(members: _Members, value: msgspec.Struct, prefix: str, ign
 class _Rules(NamedTuple):
     """The names of fields of a type, by their treatment."""
 
-    declared: dict[str, str]  # to the attribute
+    declared: dict[str, str]  # field name -> attribute
     unsupported: dict[str, tuple]
     hints: dict[str, tuple]
     harmless: frozenset[str]
@@ -196,7 +196,7 @@ def _check_items(raw: msgspec.Raw, items: list[Any], path: str, idle: Collection
     for i, (item_raw, item) in enumerate(zip(_items(raw), items, strict=True)):
         if is_left_out(item):
             ignored.record_unknown(f"{path}.{i} ({item.type})")
-        elif isinstance(item, msgspec.Struct) and not (idle and str(i) in idle):  # a document may be a text, too
+        elif isinstance(item, msgspec.Struct) and not (idle and str(i) in idle):  # a document may also be a text
             _check_undeclared(_members(item_raw), item, f"{path}.{i}.", ignored)
 
 

@@ -31,7 +31,7 @@ R = TypeVar("R")
 MIN_BODY_BYTES = 2 * 2**20  # default limit of a body
 MIN_BYTES_WITH_IMAGES = 32 * 2**20  # the same for models that read images
 BYTES_PER_TOKEN = 32  # default limit per token of a long context; JSON encodes a character in up to 6 bytes
-_OF_COMPRESSED = (b"content-encoding", b"content-length")  # headers that do not describe what it decompresses to
+_OF_COMPRESSED = (b"content-encoding", b"content-length")  # headers that do not describe the decompressed body
 _MAX_NAMES = 1000  # maximum number of logged names of fields without an effect
 _INDEX = re.compile(r"\.\d+(?=[. ]|$)")
 _RENDERED = frozenset({"messages", "instructions", "system"})  # fields of bodies whose prompt a chat template renders
@@ -65,11 +65,11 @@ async def use_body(request: Request, cls: type[T], state: needs.Body, use: Calla
         del body
         return use(parsed)
 
-    # a chat template is a program: its run time does not depend on the size of the body
+    # a chat template is a program: its run time is independent of the body's size
     renders = not _RENDERED.isdisjoint(cls.__struct_fields__)
     size = max(num_bytes, SMALL) if renders else num_bytes
     used = await in_turns(request, state, size, work)
-    # not before deferred work has ended: until then the images of the body are in memory
+    # only after deferred work has ended: until then the body's images are in memory
     if (connection := connection_of(request.scope)) is not None:
         connection.forget_body()
     if ignored:
@@ -90,7 +90,7 @@ async def in_turns(request: Request, state: needs.Threads, size: int, work: Call
 
 
 async def _run(request: Request, state: needs.Threads, size: int, work: Callable[[], R]) -> R:
-    """Return the result of `work`, whose errors keep no large body alive. Raises as it does."""
+    """Return the result of `work`, without its errors keeping a large body alive. Raises as `work`."""
 
     def guarded() -> tuple[R | None, ApiError | None]:
         try:
@@ -121,8 +121,8 @@ def require_deliberate(request: Request) -> None:
 
 
 def _is_ollama_client(request: Request) -> bool:
-    """Return whether a body for Ollama's API, whose clients often send another type, comes from a program: web pages
-    always send an Origin.
+    """Return whether a body for Ollama's API comes from a program: its clients often send another content type, but web
+    pages always send an Origin.
     """
     from_page = any(name in request.headers for name in ("origin", "sec-fetch-site"))
     return request.url.path.startswith("/api/") and not from_page
@@ -155,14 +155,14 @@ async def read_body(request: Request, state: needs.Body, limit: int | None = Non
 
 
 async def _decompressed(request: Request, state: needs.Threads, raw: bytes, limit: int) -> bytes:
-    """Raises as `read_body`."""
-    # in one of few threads: not more of them are being decompressed, and then each counts as memory
+    """Return the decompressed body. Raises as `read_body`."""
+    # in one of a few threads: that bounds how many are decompressed at once, and each then counts as memory
     found = await _run(request, state, min(largest_result(raw), limit), lambda: decompress(raw, limit))
     if found is None:
         raise _too_large(limit)
     connection = connection_of(request.scope)
     if connection is not None and not connection.count_body(len(found)):
-        raise sse.ClientGone  # it was refused
+        raise sse.ClientGone  # the body was refused
     request.scope["headers"] = [one for one in request.scope["headers"] if one[0] not in _OF_COMPRESSED]
     return found
 

@@ -20,15 +20,17 @@ from quire.server.keys.account import key_of, open_account
 from quire.server.request.generation_request import GenerationRequest
 
 
-def reserve_room(request: Request, state: needs.Reservation, requests: Sequence[GenerationRequest], param: str) -> None:
-    """Say whose requests they are, and reserve room in the queue; the outermost middleware releases it after the
-    answer. A background request needs none: who runs it bounds the number of them.
+def reserve_room(request: Request, state: needs.Running, requests: Sequence[GenerationRequest], param: str) -> None:
+    """Record whose requests they are and which engine the client chose, and reserve room in the queue; the outermost
+    middleware releases it after the answer. Background requests need no room: their runner bounds their number.
 
-    Raises Unavailable if the queue is full, TooManyRequests if a limit of the caller's key is reached.
+    Raises BadRequest for an engine that does not exist, Unavailable if the queue is full, TooManyRequests if a limit of
+    the caller's key is reached.
     """
-    who = caller(request)
+    who, chosen = caller(request), _engine(request, state)
     key = key_of(who, state)
     for one in requests:
+        one.engine = chosen
         one.tenant = who.turn if key is None else key.name
         one.weight = 1.0 if key is None else key.weight
     if who.background:
@@ -53,6 +55,15 @@ def priority(request: Request, given: int | None) -> int | None:
     return bounded_int(header, -(2**63), 2**63 - 1, "X-Vllm-Priority")
 
 
+def _engine(request: Request, state: needs.Settings) -> int | None:
+    """Return the number of the engine that vLLM's X-data-parallel-rank header names, None without it. Raises
+    BadRequest.
+    """
+    if (header := request.headers.get("x-data-parallel-rank")) is None:
+        return None
+    return bounded_int(header, 0, state.config.parallel.data_parallel_size - 1, "X-data-parallel-rank")
+
+
 def deadlines(request: Request, state: needs.Settings, predict: float | None = None) -> Deadlines:
     """Return how long the request has from now: the shortest of the server's time for requests, the body's field
     `timeout` and the X-Request-Timeout header, all of which count from its arrival, and the server's for the queue and
@@ -64,7 +75,7 @@ def deadlines(request: Request, state: needs.Settings, predict: float | None = N
     now = asyncio.get_running_loop().time()
     elapsed = 0.0 if who.arrived is None else now - who.arrived
     total = min((seconds for seconds in asked if seconds), default=None)
-    if who.background:  # a line of a batch has the time that its batch has
+    if who.background:  # a batch line has the time limit of its batch
         return Deadlines(None, None, total, predict)
     if total is not None and elapsed >= total:
         raise RequestTimeout(f"The request's time of {total:g} seconds has passed before it could begin.")

@@ -1,6 +1,6 @@
 """Event streams that outlive their connection: a client that names its stream may come back for the rest.
 
-The request of such a stream runs on without its client, so that all that ends with a request still does.
+The request of such a stream outlives its connection, so that cleanup at its end still happens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BATCH = 64  # events sent at once
 
 
 class Kept:
-    """The events of one stream, numbered from 1. The oldest make room for new ones once a reader was sent them; while
-    no reader takes them, a full store asks for no more.
+    """The events of one stream, numbered from 1. The oldest are evicted once a reader was sent them; while no reader
+    takes them, a full store asks for no more.
     """
 
     def __init__(self, turn: str):
@@ -43,12 +43,12 @@ class Kept:
         return self._first
 
     def start(self, frames: AsyncGenerator[bytes, None]) -> asyncio.Task[None]:
-        """Begin to take the events of `frames`."""
+        """Start a task that stores the events of `frames`."""
         self._task = asyncio.create_task(self._fill(frames))
         return self._task
 
     def stop(self) -> None:
-        """End the stream after the events so far."""
+        """End the stream after the events received so far."""
         if self._task is not None:
             self._task.cancel()
 
@@ -83,7 +83,7 @@ class Kept:
         try:
             while True:
                 changed, begin = self._changed, after + 1 - self._first
-                if begin < 0:  # another reader was faster
+                if begin < 0:  # another reader advanced further
                     yield event(expired(self._first).body())
                     return
                 if batch := list(islice(self._events, begin, begin + _BATCH)):
@@ -100,7 +100,7 @@ class Kept:
             self._notify()
 
     async def abandoned(self) -> None:
-        """Until there was no reader for `ABANDONED_AFTER` seconds."""
+        """Wait until there was no reader for `ABANDONED_AFTER` seconds."""
         while True:
             changed = self._changed
             if self._num_readers:
@@ -139,18 +139,18 @@ class Streams:
         return kept
 
     def get(self, owner_: str, name: str) -> Kept:
-        """Raises NotFound."""
+        """Return a stream. Raises NotFound."""
         if (kept := self._kept.get((owner_, name))) is None:
             raise NotFound(f"No stream named '{name[:100]}' is kept.", param="stream_id")
         return kept
 
     def stop(self, owner_: str, name: str) -> None:
-        """End a stream, if it is there."""
+        """End a stream, if it exists."""
         if (kept := self._kept.get((owner_, name))) is not None:
             kept.stop()
 
     def _forget_one_ended(self, turn: str) -> None:
-        """Make room for a stream of a client that has its share, at the cost of its own oldest one that has ended."""
+        """Forget the oldest ended stream of a client that has used up its share."""
         own = [key for key, one in self._kept.items() if one.turn == turn]
         if len(own) >= MAX_STREAMS_OF_ONE:
             for key in own:
@@ -166,7 +166,7 @@ class Streams:
 
 
 class ResumableStream(EventStream):
-    """Sends the events of a `Kept`, and stays after the client has left, until they end."""
+    """Sends the events of a `Kept`, and stays until they end, even after the client has left."""
 
     def __init__(
         self, kept: Kept, frames: AsyncGenerator[bytes, None], keep_alive: float, progress: Progress | None = None

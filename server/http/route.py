@@ -1,4 +1,4 @@
-"""One row of a dialect's route table: the handler, and its entry in the OpenAPI document."""
+"""A row of a dialect's route table: the handler, and its entry in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ ANY_OBJECT: Schema = {"required": True, "content": {"application/json": {"schema
 class Route:
     """`body`: the type of a JSON body, or an OpenAPI request body. `answer`: one or several types of a JSON answer, the
     media type of another, EMPTY for one without a body, or None if there are only errors. `stream`: the media type of
-    the streamed answer. `query`: parameters and their schemas. `others`: types of answers with other status codes than
-    200 that are no errors of the dialect. `admin`: needs the API key of an administrator, if there are API keys.
-    `status`: of the answer. The handler's docstring describes the route: a sentence, and more; what it raises is left
-    out.
+    the streamed answer. `query`: parameters and their schemas. `others`: types of non-error answers with a status code
+    other than 200. `admin`: needs an administrator's API key, if there are API keys. `status`: of the answer. The
+    handler's docstring describes the route: one sentence, then more; its "Raises" part is left out of the document.
     """
 
     method: str
@@ -48,7 +47,7 @@ class Route:
 
     @property
     def types(self) -> list[Any]:
-        """Those that the document describes."""
+        """Return the types that the OpenAPI document describes."""
         body = [] if self.body is None or isinstance(self.body, dict) else [self.body]
         return [*body, *self.answers, *self.others.values()]
 

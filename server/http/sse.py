@@ -34,7 +34,7 @@ class Progress(Protocol):
     """Progress to report before the first frame."""
 
     async def wait(self) -> None:
-        """Until there is something to tell."""
+        """Wait until there is progress to report."""
 
     def take(self) -> bytes:
         """Return the comment to send; empty if nothing changed since the last."""
@@ -47,8 +47,8 @@ def event(data: bytes, kind: str | None = None) -> bytes:
 
 
 def one_line(data: bytes) -> bytes:
-    """JSON without the characters at which Python's `str.splitlines` ends a line, other than those that JSON escapes
-    anyway: clients split decoded streams of events and of JSON lines by it (httpx's `iter_lines`).
+    """Return JSON without the characters at which Python's `str.splitlines` ends a line, other than those that JSON
+    escapes anyway: clients split decoded streams of events and of JSON lines by it (httpx's `iter_lines`).
     """
     if data.isascii():
         return data
@@ -63,7 +63,7 @@ async def to_the_end(
     error_event: Callable[[ApiError], bytes] = lambda error: event(error.body()),
     done: bytes = DONE,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield `frames`, then `done`. An error midway is an event, as the status was sent. `aclose` closes `frames`."""
+    """Yield `frames`, then `done`. A late error becomes an event, as the status was sent. `aclose` closes `frames`."""
     try:
         async for frame in frames:
             yield frame
@@ -98,7 +98,7 @@ class EventStream(Response):
             await self.frames.aclose()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        # send the headers now; the first token may take a while
+        # send the headers now: the first token may take a while
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         pump = asyncio.create_task(self._pump(send))
         watch = asyncio.create_task(self._watch(receive, send))
@@ -132,7 +132,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
 
     async def _watch(self, receive: Receive, send: Send) -> None:
-        """Send the comments; return after the client disconnects."""
+        """Send the comments; return once the client disconnects."""
         clock = asyncio.get_running_loop().time
         while True:
             silence = clock() - self.last_sent

@@ -17,7 +17,7 @@ _HELD = ("/v1/models", "/docs", "/ui/")
 
 
 class StartupGate:
-    """Forwards to `app` once it is set."""
+    """ASGI application that forwards to `app` once it is set."""
 
     def __init__(self, state: needs.Health):
         self.state = state

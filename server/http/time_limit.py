@@ -1,4 +1,4 @@
-"""A client's time limit of its request: the field `timeout` of any body, and the header X-Request-Timeout."""
+"""The client's time limit for a request: the field `timeout` of any body, and the header X-Request-Timeout."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def read_timeout(body: bytes) -> float | None:
 
 
 def seconds_of_header(request: Request) -> float | None:
-    """Return the same of the header. Raises BadRequest."""
+    """Return the seconds in the header X-Request-Timeout. Raises BadRequest."""
     if (header := request.headers.get("x-request-timeout")) is None:
         return None
     try:
-        total = math.nan if "_" in header else float(header)  # which Python's numbers may have
+        total = math.nan if "_" in header else float(header)  # which Python's floats allow
     except ValueError:
         total = math.nan
     if not 0 < total < math.inf:

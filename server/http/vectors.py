@@ -152,7 +152,7 @@ class VectorUsage(msgspec.Struct):
 
 
 def answer_size(vectors: Sequence[Vector]) -> int:
-    """Return the work of writing the vectors down, for `Threads.run`."""
+    """Return the work of serializing the vectors, for `Threads.run`."""
     return sum(len(vector.data) for vector in vectors)
 
 

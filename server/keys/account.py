@@ -68,13 +68,13 @@ class Account:
         return self.opened - self.preparation
 
     def _start_choices(self, num_choices: int) -> None:
-        """They wait no longer."""
+        """Record that choices wait no longer."""
         if self.num_waiting:
             self.num_waiting -= num_choices
             self.state.num_waiting_of[self.key.name] -= num_choices
 
     async def observed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """`deltas`, counted."""
+        """Yield `deltas` after counting them."""
         started: set[int] = set()
         try:
             async for delta in deltas:
@@ -89,7 +89,7 @@ class Account:
             await deltas.aclose()
 
     def close(self, status: int | None) -> None:
-        """`status` is the answer's; None if there was none, because the client left."""
+        """Close the account; `status` is the answer's, None if the client left before an answer."""
         state, key, used = self.state, self.key, self.used
         self._start_choices(self.num_waiting)
         if key is not None and key.is_limited:
@@ -133,7 +133,7 @@ class Account:
 def key_of(caller: Caller, state: Accounts) -> Key | None:
     """Return the owner of the request; for a batch line, of the batch."""
     if caller.background and state.keys is not None and caller.owner:
-        return state.keys.of_owner(caller.owner)
+        return state.keys.key_of_owner(caller.owner)
     return caller.key
 
 
@@ -168,8 +168,6 @@ def open_account(
     _log(caller, state, key.name if key is not None else None, route, requests)
 
 
-def _log(
-    caller: Caller, state: Accounts, key: str | None, route: str, requests: Sequence[GenerationRequest]
-) -> None:
+def _log(caller: Caller, state: Accounts, key: str | None, route: str, requests: Sequence[GenerationRequest]) -> None:
     if state.request_log is not None:
         state.request_log.write(caller, key, route, requests)

@@ -46,7 +46,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def owner(self) -> str:
-        """The owner of the key's files, batches and shared prefixes. It stays when the key of this
+        """Return the owner of the key's files, batches and shared prefixes. It stays when the key of this
         name is replaced.
         """
         return hashlib.sha256(b"named key " + self.name.encode()).hexdigest()[:32]

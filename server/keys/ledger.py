@@ -42,7 +42,7 @@ class Ledger:
         self._db: sqlite3.Connection | None = None
 
     def open(self) -> None:
-        """Idempotent. Raises ValueError if the file cannot be written."""
+        """Open the file. Idempotent. Raises ValueError if the file cannot be written."""
         if self._db is not None:
             return
         path = Path(self._path) if self._path else _default_path(self._key_file or "")
@@ -193,7 +193,7 @@ class _Bucket:
         return missing * _MINUTE / self.limit if missing > 1e-6 else 0.0
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's."""
+        """Return OpenAI's headers."""
         if self.limit is None:
             return {}
         return {
@@ -204,7 +204,7 @@ class _Bucket:
 
 
 def _duration(seconds: float) -> str:
-    """`6m0s`, `1.25s`, `20ms`, as OpenAI writes it."""
+    """Write a duration as OpenAI does: `6m0s`, `1.25s`, `20ms`."""
     milliseconds = math.ceil(1000 * seconds - 1e-6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -69,7 +69,7 @@ class KeyRing:
         self._look()
         return self._by_digest.get(digest(presented))
 
-    def of_owner(self, owner: str) -> Key | None:
+    def key_of_owner(self, owner: str) -> Key | None:
         """Return the key whose holder began a batch; None if it was removed, or there are no keys."""
         return self._by_owner.get(owner)
 

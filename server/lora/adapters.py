@@ -35,9 +35,9 @@ class Adapters(Served):
     """The adapters, read from their files and loaded into the engines."""
 
     def __init__(self, config: Config):
-        """Raises ValueError for settings that are wrong."""
+        """Read the settings. Raises ValueError for wrong ones."""
         lora = config.lora
-        super().__init__(lora.enabled)
+        super().__init__(config)
         self._download_dir = config.model.download_dir
         self._ids = itertools.count()
         self._loading: set[str] = set()  # names
@@ -47,7 +47,7 @@ class Adapters(Served):
         roots = [Path(lora.lora_dir).expanduser()] if lora.lora_dir else []
         given = [path for _, path, is_given in self._at_start if is_given]
         self._allowed = [Path(os.path.realpath(path)) for path in (*roots, *given)]
-        # ids of the Hub by the paths that they would be
+        # path -> Hub id, for ids that could be paths
         self._on_hub = {Path(os.path.realpath(path)): path for path in given if is_hub_adapter(str(path))}
 
     # ---- start
@@ -79,7 +79,7 @@ class Adapters(Served):
                 await asyncio.sleep(_POLL)
             try:
                 return await _load_into(client, adapter)
-            except Unavailable:  # the engine died; its supervisor starts another or ends the server
+            except Unavailable:  # the engine died: its supervisor restarts it or ends the server
                 await asyncio.sleep(_POLL)
 
     async def _read(self, name: str, path: Path, parent: str | None) -> Adapter:
@@ -136,18 +136,18 @@ class Adapters(Served):
         return adapter
 
     def _is_inside(self, folder: Path) -> bool:
-        """Return whether a folder without links is an allowed one or below one, with all that is read of it."""
+        """Return whether a resolved folder is in an allowed one, with all files read from it."""
         inside = any(folder == root or folder.is_relative_to(root) for root in self._allowed)
         return inside and _stays_inside(folder, self._allowed)
 
     def _allowed_folder(self, path: str) -> Path:
-        """Return the folder of a path, without links. Raises Forbidden unless it is one of the command line, or below
-        --lora-dir; whether it exists is not told then.
+        """Return the folder of a path, with links resolved. Raises Forbidden, without telling whether it exists, unless
+        it is one of the command line or below --lora-dir.
         """
         try:
             folder = Path(os.path.realpath(os.path.expanduser(path)))
             is_allowed = ".." not in Path(path).parts and self._is_inside(folder)
-        except ValueError:  # a null character, which no path has
+        except ValueError:  # a null character
             is_allowed = False
         if not is_allowed:
             raise Forbidden(
@@ -168,11 +168,11 @@ class Adapters(Served):
         ):
             try:
                 await client.call(EngineCalls.unload_lora, adapter.snapshot.key)
-            except (RuntimeError, TimeoutError) as error:  # it is dropped when others are loaded
+            except (RuntimeError, TimeoutError) as error:  # the engine drops it when others are loaded
                 logger.info("the engine did not unload %s: %s", name, error)
 
     async def set_default_scales(self, scales: Sequence[LoraScale]) -> None:
-        """Which adapters requests for the base model use that say nothing. Raises BadRequest for an unknown id."""
+        """Set the adapters of requests for the base model that name none. Raises BadRequest for an unknown id."""
         by_id = {adapter.id: adapter for adapter in self.loaded.values()}
         self.default_scales = {self._of_id(one.id, by_id).name: one.scale for one in scales if one.scale}
 
@@ -191,7 +191,7 @@ async def _load_into(client: EngineHandle, adapter: Adapter) -> None:
 
 
 def _stays_inside(folder: Path, allowed: Sequence[Path]) -> bool:
-    """Return whether the files of an adapter, too, are within the allowed folders: a link may lead out."""
+    """Return whether the files of an adapter are also within the allowed folders: a link may lead out."""
     try:
         names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
     except OSError:

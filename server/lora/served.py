@@ -1,4 +1,4 @@
-"""The LoRA adapters that requests choose from, by the names that they use as their model."""
+"""The LoRA adapters that requests choose from, by the names that they pass as their model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from quire.checkpoints.lora import ELSEWHERE
+from quire.configs.config import Config
 from quire.engine.messages import LoraUse
 from quire.server.errors import BadRequest
 from quire.server.lora.fields import LoraScale
@@ -37,7 +39,7 @@ class Adapter:
     """An adapter under a name. Requests refer to it, and keep its files until they have ended."""
 
     name: str
-    id: int  # for llama.cpp's API: the place on the command line among those served, then the order of loading
+    id: int  # for llama.cpp's API: the position on the command line, then the order of loading
     source: Path
     snapshot: Snapshot
     parent: str | None  # the base model's name, if it was given
@@ -58,10 +60,11 @@ class Chosen:
 
 
 class Served:
-    """Changed on the event loop alone; the methods of requests may be called in any thread."""
+    """The served adapters. Changed only on the event loop; methods for requests are thread-safe."""
 
-    def __init__(self, enabled: bool):
-        self.enabled = enabled
+    def __init__(self, config: Config):
+        self.enabled = config.lora.enabled
+        self._names_machines = config.parallel.names_machines
         self.loaded: dict[str, Adapter] = {}
         self.default_scales: dict[str, float] = {}  # for requests for the base model, set by /lora-adapters
         self._snapshots = Snapshots()
@@ -72,7 +75,9 @@ class Served:
         self._snapshots.close()
 
     def require_dynamic(self) -> None:
-        """Raises BadRequest if adapters cannot be loaded and unloaded."""
+        """Raise BadRequest if adapters cannot be loaded and unloaded."""
+        if self._names_machines:
+            raise BadRequest(f"{ELSEWHERE}.")
         if not self.enabled:
             raise BadRequest(
                 "This server has no LoRA adapters: start it with --enable-lora, --lora-modules or --lora-dir."
@@ -102,7 +107,7 @@ class Served:
 
 
 class ChangeableAdapters(Protocol):
-    """Adapters that a frontend serves and can have changed: its own, or those that all frontends share."""
+    """Adapters that a frontend serves and can change: its own, or those that all frontends share."""
 
     enabled: bool
     loaded: dict[str, Adapter]

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.configs.config import Config
 from quire.server.errors import ApiError, BadRequest, Conflict, Forbidden, NotFound, Unavailable
 from quire.server.lora.fields import LoraScale
 from quire.server.lora.served import Adapter, LoadChange, Part, Served
@@ -50,7 +51,7 @@ class Listing(Part):
 
 
 class Refusal(Part):
-    """The reason for which a change was not made, as an `ApiError`."""
+    """The reason why a change was refused, as an `ApiError`."""
 
     kind: str
     message: str
@@ -88,12 +89,12 @@ async def make(change: Change, adapters: Adapters, client: EngineHandle, names: 
 
 
 class SharedAdapters(Served):
-    """`ask` has the parent make a change, and returns when all frontends know it. Set before the first request."""
+    """The adapters of one frontend. `ask` requests a change of all frontends; set it before the first request."""
 
     ask: Callable[[Change], Awaitable[None]]
 
-    def __init__(self, enabled: bool):
-        super().__init__(enabled)
+    def __init__(self, config: Config):
+        super().__init__(config)
         self._copies: dict[str, Adapter] = {}  # by the folder of the parent's copy
         self._known = asyncio.Event()
 

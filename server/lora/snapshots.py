@@ -33,7 +33,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Creates its folder with the first adapter. Every method may be called in any thread."""
+    """The copies, in a folder created with the first adapter. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -53,7 +53,7 @@ class Snapshots:
                 if path is not None and path.is_file():
                     (_link if link else shutil.copyfile)(path, copy / name)
             if not ((copy / GGUF).is_file() or ((copy / WEIGHTS).is_file() and (copy / CONFIG).is_file())):
-                read_lora(source)  # says which other files there are
+                read_lora(source)  # names the other files
             files = read_lora(copy)
             snapshot = Snapshot(content_hash(copy), files)
         except OSError as error:
@@ -85,5 +85,5 @@ class Snapshots:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # no links there
+    except OSError:  # links are not supported
         shutil.copyfile(source, target)

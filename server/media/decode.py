@@ -18,7 +18,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_SCANS = 100
 _SCAN = b"\xff\xda"
 WHITE = (255, 255, 255)
-# for the decoded image, the one in RGB and intermediate ones; Pillow takes 4 for RGB and RGBA
+# bytes per pixel for the decoded image, its RGB copy and intermediates; Pillow takes 4 for RGB and RGBA
 _BYTES_PER_PIXEL, _OTHER_BYTES = {"RGB": 12, "L": 8, "1": 8}, 20
 _STRIP_PIXELS = 2**16  # per image of numbers, converted at once
 # for damaged files, for the log of a program that opened them itself; Python would remember each text
@@ -36,7 +36,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def header(data: bytes, max_pixels: int) -> tuple[int, int, int]:
-    """Width, height (not turned) and an estimate of the bytes that decoding takes, from the header alone. Raises
+    """Return width, height (not turned) and an estimate of the bytes that decoding takes, from the header alone. Raises
     ValueError as `decode` does.
     """
     with _opened(data, max_pixels) as image:
@@ -74,7 +74,7 @@ def _check_size(image: Image.Image, max_pixels: int) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return a new image in RGB, upright. Raises ValueError for numbers that are no brightness."""
+    """Return a new image in RGB, upright. Raises ValueError for pixel values that are no brightness."""
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode == "RGB" and "transparency" not in image.info:
@@ -89,8 +89,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_numbers(image: Image.Image) -> Image.Image:
-    """Return the image of 16 or more bits per pixel as brightness from 0 to 65,535, or to 255 if no number is larger.
-    Pillow would clip them.
+    """Return an image of 16 or more bits per pixel as brightness from 0 to 65,535, or to 255 if no value is larger;
+    Pillow would clip the values.
     """
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())

@@ -1,6 +1,6 @@
 """DeepSeek-OCR, Unlimited-OCR and DeepSeek-OCR-2: a view of the whole page, and tiles of a larger version of it.
 
-Features are bytes, which the encoder scales: a quarter of the memory of their numbers.
+Features are bytes, scaled by the encoder: they take a quarter of the memory of float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeepseekOCRProcessor:
         "gundam": (1024, 640, True),
     }
     most: ClassVar[int] = 6  # tiles by default
-    cuts_several: ClassVar[bool] = True  # whether by default there are tiles if the prompt has several images
+    cuts_several: ClassVar[bool] = True  # tiles by default even with several images in the prompt
     squeezed_side: ClassVar[int] = 640  # up to this side, a view without tiles does not keep the image's shape
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
@@ -63,7 +63,7 @@ class DeepseekOCRProcessor:
         return [self._process(image, *view) for image in images]
 
     def _view(self, options: dict[str, Any], num_images: int) -> tuple[int, int, int]:
-        """Sides of the view and of the tiles, and the most tiles."""
+        """Return (side of the view, side of the tiles, maximum number of tiles)."""
         base, tile, cuts = self._mode(options, num_images)
         most = chosen_int(options, "max_crops", self.most_tiles, _MAX_TILES)
         return base, tile, most if cuts else 1
@@ -164,5 +164,5 @@ class DeepseekOCR2Processor(DeepseekOCRProcessor):
 
 
 def _stacked(squares: list[Image.Image]) -> np.ndarray:
-    """`[len(squares), side, side, 3]`, bytes."""
+    """Return `[len(squares), side, side, 3]`, bytes."""
     return np.stack([np.asarray(square) for square in squares])

@@ -51,13 +51,13 @@ class Gemma3Processor:
         return ProcessedImage({"pixel_values": self.reader.numbers(squares)}, text, [self.count] * len(squares))
 
     def _crops(self, image: Image.Image, options: dict[str, Any]) -> list[Image.Image]:
-        """Equal parts of an image that is not nearly square, along its longer side."""
+        """Return equal parts of an image that is far from square, along its longer side."""
         wide, short = image.width >= image.height, min(image.size)
         ranges = self._ranges(*image.size, options)
         return [image.crop((a, 0, b, short) if wide else (0, a, short, b)) for a, b in ranges]
 
     def _ranges(self, width: int, height: int, options: dict[str, Any]) -> list[tuple[int, int]]:
-        """Begin and end of each part."""
+        """Return (begin, end) of each part, in pixels."""
         if not chosen_bool(options, "do_pan_and_scan", False):
             return []
         least = chosen_int(options, f"{_PAN_AND_SCAN}min_crop_size", 256, 1 << 16)
@@ -122,7 +122,7 @@ class Gemma4Processor:
 
 
 def fitting_grid(height: int, width: int, unit: int, budget: int) -> tuple[int, int]:
-    """Return rows and columns of squares of `unit` pixels: the most, of an image's shape, that are at most `budget`."""
+    """Return the largest (rows, columns) of `unit`-pixel squares, at most `budget`, of the image's shape."""
     factor = math.sqrt(budget * unit**2 / (height * width))
     rows, columns = (math.floor(factor * side / unit) for side in (height, width))
     if not rows:

@@ -45,7 +45,7 @@ class Lfm2VLProcessor:
         return size[0] * size[1] // (self.patch * self.merge) ** 2
 
     def _parts(self, width: int, height: int, options: dict[str, Any]) -> tuple[list[tuple[int, int]], int, int]:
-        """(heights and widths of an image's parts, columns and rows of its tiles: 0 if it is not cut)."""
+        """Return (heights and widths of an image's parts, columns and rows of its tiles: 0 if it is not cut)."""
         chosen = {name: chosen_int(options, name, self.defaults[name], _MOST[name]) for name in _DEFAULTS}
         for kind in ("image_tokens", "tiles"):
             if chosen[f"min_{kind}"] > chosen[f"max_{kind}"]:

@@ -1,4 +1,4 @@
-"""Llava-OneVision: one image is shown whole and in tiles of a higher resolution; of several each one is shown whole."""
+"""Llava-OneVision: a single image is shown whole and in tiles of a higher resolution; several images only whole."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LlavaOnevisionProcessor:
 
 
 def most_tiles(aspect_ratio: str) -> int:
-    """N of "anyres_max_N": the embeddings of an image's tiles are reduced to about those of N tiles."""
+    """Return N of "anyres_max_N": the embeddings of an image's tiles are reduced to about those of N tiles."""
     match = re.fullmatch(r"anyres_max_(\d+)", aspect_ratio)
     if not match:
         raise ValueError(f"vision_aspect_ratio {aspect_ratio!r} is not supported: only anyres_max_N is")
@@ -92,7 +92,7 @@ def most_tiles(aspect_ratio: str) -> int:
 
 
 def best_resolution(height: int, width: int, resolutions: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return the resolution that keeps most pixels of the image, and of several such the one with the least padding."""
+    """Return the resolution that keeps most pixels of the image; among equals, the one with the least padding."""
 
     def worth(resolution: tuple[int, int]) -> tuple[int, int]:
         scale = min(resolution[1] / width, resolution[0] / height)

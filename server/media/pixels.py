@@ -1,4 +1,4 @@
-"""From Pillow's images to the numbers that encoders read, and the settings that families share."""
+"""Converts Pillow's images to the values that encoders read, and the settings that families share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quire.server.values import Json
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
-# bounds what a client's option, or a long thin image, can make of an image
+# bounds the size that a client's option or a thin image can request
 MAX_PIXELS = 1 << 26
 
 
 class PixelReader:
     """Resizes images and scales their values, as preprocessor_config.json says.
 
-    Images are resized as bytes, by Pillow, as the models were trained with.
+    Pillow resizes images as bytes, as in the models' training.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class PixelReader:
         std: Sequence[float] = CLIP_STD,
         resample: Image.Resampling = Image.Resampling.BICUBIC,
     ):
-        """The arguments after the first are the family's defaults. Raises ValueError for unsupported settings."""
+        """Read the settings; arguments after the first are the family's defaults. Raises ValueError for others."""
         for key in ("do_resize", "do_rescale"):
             if not preprocessor.get(key, True):
                 raise ValueError(f"preprocessor_config.json: {key} false is not supported")
@@ -42,7 +42,7 @@ class PixelReader:
         self.resample = Image.Resampling(preprocessor.get("resample", resample))
 
     def resize(self, image: Image.Image, height: int, width: int) -> Image.Image:
-        """Raises ValueError if the result would be larger than MAX_PIXELS."""
+        """Return the resized image. Raises ValueError if the result would be larger than MAX_PIXELS."""
         if height * width > MAX_PIXELS:
             raise ValueError(
                 f"an image of {image.width}x{image.height} pixels would be resized to {width}x{height}, which is more "
@@ -51,7 +51,7 @@ class PixelReader:
         return image.resize((width, height), self.resample)
 
     def numbers(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """`[len(images), 3, height, width]` float32 of RGB images of one size."""
+        """Return `[len(images), 3, height, width]` float32 of RGB images of one size."""
         pixels = np.stack([np.asarray(image) for image in images])
         return np.ascontiguousarray((pixels * self.scale - self.offset).transpose(0, 3, 1, 2))
 

@@ -21,6 +21,22 @@ class ProcessedImage:
     text: str
     counts: list[int]
     grid: tuple[int, int, int] | None = None  # (t, h, w) in image tokens, for models with three axes of positions
+    time: int | None = None  # as in `MediaItem`, for frames
+
+    @property
+    def parts(self) -> list[ProcessedImage]:
+        """Return what is encoded by itself: the image."""
+        return [self]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedVideo:
+    """One video. `parts` are its frames, or pairs of them, each without a text; `text` replaces the placeholder of the
+    video and has the runs of tokens of all parts.
+    """
+
+    text: str
+    parts: list[ProcessedImage]
 
 
 class ImageProcessor(Protocol):
@@ -30,12 +46,13 @@ class ImageProcessor(Protocol):
     image_token: str  # the token that embeddings replace
     # names of mm_processor_kwargs that it reads; `detail` among them gets the images' detail, low or high
     options: ClassVar[frozenset[str]]
-    # whether an image's features depend on the number of images; if not (or not set), it may be given some of them only
+    # whether features depend on the number of images; if not (or not set), it may be given only some of them
     sized_by_number: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
-        """`config` is config.json, `preprocessor` preprocessor_config.json (or the image processor's part of
-        processor_config.json); empty if there is none. Raises ValueError naming a setting that is not supported.
+        """Create a processor: `config` is config.json, `preprocessor` preprocessor_config.json (or the image
+        processor's part of processor_config.json); empty if there is none. Raises ValueError naming a setting that is
+        not supported.
         """
 
     def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:

@@ -73,15 +73,11 @@ class QwenVLProcessor:
         return ProcessedImage(features, self.image_token, [frames * rows * columns], (frames, rows, columns))
 
     def _patches(self, pixels: np.ndarray) -> np.ndarray:
-        """Return the patches of an image `[1, 3, height, width]`, token by token: `[T, 3, 1, patch ** 2]`."""
-        patch, merge = self.patch, self.merge
-        rows, columns = pixels.shape[2] // (patch * merge), pixels.shape[3] // (patch * merge)
-        squares = pixels.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
-        return np.ascontiguousarray(squares).reshape(-1, 3, 1, patch * patch)
+        return patches(pixels, self.patch, self.merge)
 
 
 class PaddleOCRVLProcessor(QwenVLProcessor):
-    """PaddleOCR-VL: the same, and an image that is thinner than a token is first enlarged."""
+    """PaddleOCR-VL: like Qwen2-VL, but an image thinner than a token is first enlarged."""
 
     placeholder: ClassVar[str] = "<|IMAGE_PLACEHOLDER|>"
     image_token = "<|IMAGE_PLACEHOLDER|>"
@@ -95,8 +91,17 @@ class PaddleOCRVLProcessor(QwenVLProcessor):
         return smart_size(height, width, unit, least, most)
 
 
+def patches(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """Return the patches of frames `[F, 3, height, width]`, token by token: `[T, 3, F, patch ** 2]`."""
+    rows, columns = pixels.shape[2] // (patch * merge), pixels.shape[3] // (patch * merge)
+    squares = pixels.reshape(len(pixels), 3, rows, merge, patch, columns, merge, patch)
+    squares = squares.transpose(2, 5, 3, 6, 1, 0, 4, 7)
+    return np.ascontiguousarray(squares).reshape(-1, 3, len(pixels), patch * patch)
+
+
 def smart_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """Multiples of `unit` near the sides of an image, with a product from `least` to `most` as far as they allow that.
+    """Return multiples of `unit` near the sides of an image, with a product from `least` to `most` as far as they allow
+    that.
 
     Raises ValueError for an image that is too long for its width, or the other way round.
     """

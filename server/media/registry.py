@@ -13,6 +13,7 @@ from quire.checkpoints.reading import read_object, reading
 
 if TYPE_CHECKING:
     from quire.server.media.processor import ImageProcessor
+    from quire.server.media.video.processor import VideoProcessor
 
 _HERE = "quire.server.media"
 # architecture -> module and class of its ImageProcessor
@@ -40,7 +41,17 @@ PROCESSORS: dict[str, str] = {
     "UnlimitedOCRForCausalLM": "deepseek_ocr:UnlimitedOCRProcessor",
     "UnlimitedOcrForConditionalGeneration": "deepseek_ocr:UnlimitedOCRProcessor",
 }
-# architecture of a model that reads images, of which quire serves the text only -> why, for the client
+# architecture -> module and class of its VideoProcessor
+VIDEO_PROCESSORS: dict[str, str] = {
+    "InternVLForConditionalGeneration": "video.internvl:InternVLVideoProcessor",
+    "Qwen2VLForConditionalGeneration": "video.qwen_vl:Qwen2VLVideoProcessor",
+    "Qwen2_5_VLForConditionalGeneration": "video.qwen_vl:Qwen2VLVideoProcessor",
+    "Qwen3VLForConditionalGeneration": "video.qwen_vl:Qwen3VLVideoProcessor",
+    "Qwen3VLMoeForConditionalGeneration": "video.qwen_vl:Qwen3VLVideoProcessor",
+    "Qwen3_5ForConditionalGeneration": "video.qwen_vl:Qwen3VLVideoProcessor",
+    "Qwen3_5MoeForConditionalGeneration": "video.qwen_vl:Qwen3VLVideoProcessor",
+}
+# architecture of a vision model of which quire serves only the text -> the reason, for the client
 TEXT_ONLY: dict[str, str] = {}
 
 
@@ -56,8 +67,16 @@ def why_no_images(config: dict[str, Any]) -> str | None:
     return None
 
 
-def _find(config: dict[str, Any]) -> str | None:
-    return next((PROCESSORS[name] for name in config.get("architectures") or [] if name in PROCESSORS), None)
+def why_no_videos(config: dict[str, Any]) -> str | None:
+    """Return why a model that reads images cannot take videos, as the end of a sentence; None if it can."""
+    names = config.get("architectures") or []
+    if _find(config, VIDEO_PROCESSORS) is None:
+        return f"its architecture ({', '.join(names) or 'none is named'}) reads images only"
+    return None
+
+
+def _find(config: dict[str, Any], known: dict[str, str] = PROCESSORS) -> str | None:
+    return next((known[name] for name in config.get("architectures") or [] if name in known), None)
 
 
 def load_processor(folder: str | Path) -> ImageProcessor:
@@ -67,21 +86,43 @@ def load_processor(folder: str | Path) -> ImageProcessor:
     config = read_config(folder)
     if (why := why_no_images(config)) is not None:
         raise ValueError(f"the model takes no images: {why}")
-    module, _, name = _find(config).partition(":")
     with reading(folder):
-        return getattr(importlib.import_module(f"{_HERE}.{module}"), name)(config, _preprocessor(Path(folder)))
+        return _class(_find(config))(config, _preprocessor(Path(folder)))
+
+
+def load_video_processor(folder: str | Path) -> VideoProcessor:
+    """Return the video processor of the model in `folder`, which reads images. Raises ValueError naming a setting that
+    is not supported or a file that cannot be read.
+    """
+    config = read_config(folder)
+    with reading(folder):
+        return _class(_find(config, VIDEO_PROCESSORS))(config, _video_preprocessor(Path(folder)))
+
+
+def _class(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"{_HERE}.{module}"), name)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json with the parts of a thinker as its own, or {} if there is none."""
+    """Return config.json, with the parts of a thinker at its top level; {} without the file."""
     return unwrapped(read_object(Path(folder) / "config.json"))
 
 
 def _preprocessor(folder: Path) -> dict[str, Any]:
-    """preprocessor_config.json, or the image processor's part of processor_config.json; the latter's other plain
+    """Return preprocessor_config.json, or the image processor's part of processor_config.json; the latter's other plain
     settings, such as the number of tokens of an image, count where the image processor has none of that name.
     """
     own = read_object(folder / "preprocessor_config.json")
     joint = read_object(folder / "processor_config.json")
     plain = {name: value for name, value in joint.items() if not isinstance(value, dict)}
     return plain | (own or joint.get("image_processor") or {})
+
+
+def _video_preprocessor(folder: Path) -> dict[str, Any]:
+    """Return the video processor's part of processor_config.json, or video_preprocessor_config.json, or, of older
+    checkpoints, preprocessor_config.json.
+    """
+    joint = read_object(folder / "processor_config.json")
+    names = "video_preprocessor_config.json", "preprocessor_config.json"
+    return joint.get("video_processor") or next(filter(None, (read_object(folder / name) for name in names)), {})

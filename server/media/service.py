@@ -1,4 +1,4 @@
-"""Images of requests -> preprocessed images in shared memory, off the event loop."""
+"""Images and videos of requests -> preprocessed media in shared memory, off the event loop."""
 
 from __future__ import annotations
 
@@ -8,28 +8,22 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from quire.configs.config import Config
-from quire.configs.media_limits import MAX_IMAGES, read_media_limits, unused_sizes
+from quire.configs.media_limits import MAX_IMAGES, MAX_VIDEOS, read_media_io, read_media_limits, unused_sizes
 from quire.server.errors import BadRequest, ContextLengthExceeded, NotInstalled, Unavailable
-from quire.server.media import sources
-from quire.server.media.inputs import ImageInput, Lease
-from quire.server.media.registry import load_processor, read_config, why_no_images
-from quire.server.media.store import ImageStore
-from quire.server.turns.fair_queue import Turns
+from quire.server.media.inputs import Lease, MediaInput, counted
+from quire.server.media.kinds import Group, ImageKind, Kind
+from quire.server.media.loading.contents import Contents, refused
+from quire.server.media.registry import load_processor, load_video_processor, read_config, why_no_images, why_no_videos
+from quire.server.media.store import MediaStore
 
 if TYPE_CHECKING:
     from quire.engine.messages import MediaInfo
-    from quire.server.media.fetch import Fetcher
-    from quire.server.media.processor import ImageProcessor
     from quire.server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.images")
@@ -37,72 +31,47 @@ logger = logging.getLogger("quire.images")
 T = TypeVar("T")
 
 MAX_WAITING = 256  # prompts whose images wait or are being preprocessed
-MAX_NAMES = 2**14  # uuids that are remembered
-NUM_THREADS = min(4, os.cpu_count() or 1)
-MAX_BYTES = 2**30  # for images while they are decoded and preprocessed, all together
-# for an image while it becomes features: Qwen's 28 x 28 pixels, Gemma's 56 x 56, as bytes and twice as floats
-_BYTES_PER_TOKEN = 56 * 56 * 3 * 9
-_SIDES = (28, 112, 336, 512, 896, 1024, 1536, 2048, 3072, 4096, 8192)  # for images, to find the most tokens of one
-
-
-@dataclass(slots=True)
-class _Group:
-    """Images of a prompt that are preprocessed together."""
-
-    images: list[ImageInput]
-    options: dict[str, Any]
-    enlarges: bool  # whether the request has options of its own
-    content: list[bytes | None] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    done: bool = False  # they have their leases
-    num_hits: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0  # that preprocessing takes
-    seconds: float = 0.0
 
 
 class Images:
-    """Belongs to one event loop. Loads Pillow and numpy only for models that read images."""
+    """The service of one event loop for images and videos. Loads Pillow and numpy only for models that read images."""
 
     def __init__(self, config: Config):
         self._config = config.media
         self._text_only = config.model.language_model_only
-        self._on_cluster = config.parallel.distributed_executor_backend == "ray"
-        # why the model takes no images, as the end of a sentence; None if it does
+        self._on_cluster = config.parallel.spans_machines
+        # why the model takes no images or videos, as the end of a sentence; None if it does
         self.why_not: str | None = "it is loading"
+        self.why_no_videos: str | None = "it is loading"
         self._is_complete = True  # False: a package is missing
-        self.max_images = MAX_IMAGES
+        self._most = {"image": MAX_IMAGES, "video": MAX_VIDEOS}
         self._default_options: dict[str, Any] = json.loads(self._config.mm_processor_kwargs or "{}")
-        self._processor: ImageProcessor | None = None
-        self.image_token_id = -1
+        self.kinds: dict[str, Kind] = {}  # by name
         size = self._config.mm_processor_cache_gb
-        self._store = ImageStore(int((size or 1.0) * 2**30), keeps=size > 0)
-        self._threads: ThreadPoolExecutor | None = None
-        self._fetcher: Fetcher | None = None
-        self._turns = Turns(NUM_THREADS, max_bytes=MAX_BYTES)
+        self._store = MediaStore(int((size or 1.0) * 2**30), keeps=size > 0)
+        self._contents = Contents(self._config)
         self._num_waiting = 0
-        self.may_enlarge = False  # whether options of a request may make images larger: offline they are our own
-        self._most: int | None = None  # tokens of an image by the server's settings
         self._mutex = threading.Lock()  # guards the fields below
-        self._contents: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()  # (tenant, uuid) -> digest
         self.num_images = self.num_hits = 0
 
     @property
-    def placeholder(self) -> str:
-        """The placeholder of an image in the chat template."""
-        return self._processor.placeholder
+    def max_images(self) -> int:
+        """Return the most images of a prompt."""
+        return self._most["image"]
 
-    @property
-    def image_token(self) -> str:
-        """The text of the token that embeddings replace."""
-        return self._processor.image_token
+    def enlarge(self) -> None:
+        """Let options of a request make media larger than the server's settings do: offline, they are our own."""
+        for kind in self.kinds.values():
+            kind.may_enlarge = True
+
+    # ---- the model
 
     def open(self, folder: str, tokenizer: Tokenizer) -> None:
         """Read what the model in `folder` does with images; may take a second. Raises ValueError for a wrong setting,
         such as options that the model does not know.
         """
         try:
-            self.max_images = read_media_limits(self._config.limit_mm_per_prompt)
+            self._most = read_media_limits(self._config.limit_mm_per_prompt)
         except ValueError as error:
             raise ValueError(f"--limit-mm-per-prompt: {error}") from None
         self._open(folder, tokenizer)
@@ -112,306 +81,230 @@ class Images:
         if self.why_not is not None and self._default_options:
             names = ", ".join(self._default_options)
             logger.warning("--mm-processor-kwargs %s: no effect, because images are refused: %s", names, self.why_not)
+        if self.why_no_videos is not None and self._config.media_io_kwargs:
+            logger.warning("--media-io-kwargs: no effect, because videos are refused: %s", self.why_no_videos)
 
     def _open(self, folder: str, tokenizer: Tokenizer) -> None:
-        self.why_not = why_no_images(read_config(folder))
-        if self.why_not is None and self._text_only:
-            self.why_not = "the server was started with --language-model-only"
-        if self.why_not is None and self._on_cluster:
-            self.why_not = "ranks on a Ray cluster do not share the memory in which images are handed over"
-        if self.why_not is None and not _is_installed("PIL"):
-            self.why_not, self._is_complete = "it lacks the package pillow (pip install 'quire[files]')", False
+        config = read_config(folder)
+        self.why_not = self._why_not(config)
+        self.why_no_videos = self.why_not or why_no_videos(config)
         if self.why_not is not None:
             return
         try:
-            processor = load_processor(folder)
+            self._add_images(folder, tokenizer)
         except ValueError as error:
-            self.why_not = str(error)
+            self.why_not = self.why_no_videos = str(error)
             logger.warning("images are refused: %s", error)
             return
-        token_id = tokenizer.token_to_id(processor.image_token)
-        if token_id is None:
-            self.why_not = f"its tokenizer has no token {processor.image_token}"
-            return
+        if self.why_no_videos is None:
+            try:
+                self._add_videos(folder, tokenizer)
+            except ValueError as error:
+                self.why_no_videos = str(error)
+                logger.warning("videos are refused: %s", error)
         if self._config.allowed_media_domains and not _is_installed("httpcore"):
             raise ValueError("--allowed-media-domains needs the package httpcore: pip install 'quire[files]'")
-        if unknown := sorted(set(self._default_options) - processor.options):
-            raise ValueError(f"--mm-processor-kwargs: {_unknown(unknown[0], processor)}")
-        self._processor, self.image_token_id = processor, token_id
+        if unknown := self._unknown(self._default_options):
+            raise ValueError(f"--mm-processor-kwargs: {unknown}")
+        for kind in self.kinds.values():
+            kind.check_defaults()
+
+    def _why_not(self, config: dict[str, Any]) -> str | None:
+        if (why := why_no_images(config)) is not None:
+            return why
+        if self._text_only:
+            return "the server was started with --language-model-only"
+        if self._on_cluster:
+            return "ranks on other machines do not share the memory in which images are handed over"
+        if not _is_installed("PIL"):
+            self._is_complete = False
+            return "it lacks the package pillow (pip install 'quire[files]')"
+        return None
+
+    def _add_images(self, folder: str, tokenizer: Tokenizer) -> None:
+        processor = load_processor(folder)
+        token_id = _token_id(tokenizer, processor.image_token)
+        self.kinds["image"] = ImageKind(processor, token_id, self._config, self._default_options)
+
+    def _add_videos(self, folder: str, tokenizer: Tokenizer) -> None:
+        from quire.server.media.video.kind import VideoKind
+
+        processor = load_video_processor(folder)
+        token_id = _token_id(tokenizer, processor.token)
+        defaults = read_media_io(self._config.media_io_kwargs) | self._default_options
+        self.kinds["video"] = VideoKind(processor, token_id, self._config, defaults)
 
     def check_worker(self, media: MediaInfo | None) -> None:
-        """Refuse images that the engine would refuse. `media` are the limits of its workers."""
+        """Refuse media that the engine would refuse. `media` are the limits of its workers."""
         if self.why_not is None and media is None:
-            self.why_not = "the engine reads none with this model"
-        elif self.why_not is None and media.image_token_id != self.image_token_id:
-            self.why_not = f"its image token is {media.image_token_id}, but {self.image_token_id} in its tokenizer"
+            self.why_not = self.why_no_videos = "the engine reads none with this model"
+        elif self.why_not is None and media.image_token_id != (found := self.kinds["image"].token_id):
+            self.why_not = f"its image token is {media.image_token_id}, but {found} in its tokenizer"
+        elif self.why_no_videos is None and (found := self.kinds["video"].token_id) not in (
+            media.image_token_id,
+            media.video_token_id,
+        ):
+            self.why_no_videos = f"its video token is {media.video_token_id}, but {found} in its tokenizer"
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for /server_info: whether images and videos are taken or why not, their limits and options, and
+        how many came.
+        """
+        if self.why_not is not None:
+            return {"accepted": False, "reason": self.why_not}
+        no_videos = self.why_no_videos
+        videos = {"accepted": False, "reason": no_videos} if no_videos is not None else self._describe("video")
+        counts = {"num_images": self.num_images, "num_found": self.num_hits, "num_bytes_kept": self._store.num_bytes}
+        return self._describe("image") | counts | {"video": videos}
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        kind = self.kinds[name]
+        return {
+            "accepted": True,
+            "max_per_prompt": self._most[name],
+            "placeholder": kind.placeholder,
+            "mm_processor_kwargs": sorted(kind.options),
+        }
+
+    def close(self) -> None:
+        """Remove the files. Idempotent."""
+        for kind in self.kinds.values():
+            kind.close()
+        self._store.close()
+
+    # ---- requests
 
     async def load(
         self,
-        images: Sequence[ImageInput],
+        media: Sequence[MediaInput],
         options: dict[str, Any] | None,
         tenant: str | None,
         param: str,
         max_tokens: int | None,
         turn: str,
     ) -> None:
-        """Give every image of a prompt its `lease`. `options` are the request's mm_processor_kwargs, checked; `param`
-        is the field that holds the prompt; the images must have fewer tokens than `max_tokens`. Images are
-        shared by content; the uuids of different tenants are different. `turn` is the tenant whose turns this takes.
+        """Give every medium of a prompt its `lease`. `options` are the request's mm_processor_kwargs, checked; `param`
+        is the field that holds the prompt; the media must have fewer tokens than `max_tokens`. Media are shared by
+        content; the uuids of different tenants are different. `turn` is the tenant whose turns this takes.
 
-        Sizes and tokens are known from the headers of the images: images that are too large are refused before they are
-        decoded. If the caller is cancelled, images that have not begun are dropped.
+        Sizes and tokens are known from headers: media that are too large are refused before they are decoded. If the
+        caller is cancelled, media that have not begun are dropped.
 
-        Raises BadRequest naming the image, ContextLengthExceeded, Unavailable if too much is under way.
+        Raises BadRequest naming the medium, ContextLengthExceeded, Unavailable if too much is under way.
         """
-        self._check(images, param)
+        self._check(media, param)
         if self._num_waiting >= MAX_WAITING:
             raise Unavailable("Too many images are being preprocessed.", retry_after=1)
         self._num_waiting += 1
         try:
-            fetched = await _all(self._fetch(image) for image in images)
-            settings = self._default_options | (options or {})
-            by_number = getattr(self._processor, "sized_by_number", False)
-            together = [list(images)] if by_number else [[image] for image in images]
-            sources = [fetched] if by_number else [[one] for one in fetched]
-            groups = [_Group(some, dict(settings), bool(options)) for some in together]
-            self._threads = self._threads or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="images")
-            looks = (
-                self._turns.run(self._threads, turn, functools.partial(self._look, group, data, tenant))
-                for group, data in zip(groups, sources, strict=True)
-            )
-            await _all(looks)
+            fetched = dict(zip(media, await _all(self._contents.fetch(one) for one in media), strict=True))
+            groups = self._groups(media, options)
+            look = functools.partial(self._look, fetched=fetched, tenant=tenant)
+            await _all(self._run(group, look, turn) for group in groups)
             self._check_tokens(groups, param, max_tokens)
-            await _all(
-                self._turns.run(self._threads, turn, functools.partial(self._process, group), group.num_bytes)
-                for group in groups
-                if not group.done
-            )
+            missing = [group for group in groups if not group.done]
+            await _all(self._run(group, self._process, turn, group.num_bytes) for group in missing)
         finally:
             self._num_waiting -= 1
 
-    def _check_tokens(self, groups: list[_Group], param: str, max_tokens: int | None) -> None:
+    def _groups(self, media: Sequence[MediaInput], options: dict[str, Any] | None) -> list[Group]:
+        groups: list[Group] = []
+        for kind in self.kinds.values():
+            mine = [one for one in media if one.kind == kind.name]
+            chosen = {name: value for name, value in (options or {}).items() if name in kind.options}
+            for some in kind.groups(mine) if mine else ():
+                groups.append(Group(kind, some, kind.defaults | chosen, bool(chosen)))
+        return groups
+
+    async def _run(self, group: Group, work: Callable[[Group], None], turn: str, num_bytes: int = 0) -> None:
+        await group.kind.turns.run(group.kind.pool, turn, lambda: work(group), num_bytes)
+
+    def _check_tokens(self, groups: list[Group], param: str, max_tokens: int | None) -> None:
         num_tokens = sum(group.num_tokens for group in groups)
         if max_tokens is not None and num_tokens >= max_tokens:
-            num_images = sum(len(group.images) for group in groups)
             raise ContextLengthExceeded(
-                f"This model's maximum context length is {max_tokens} tokens. However, your {param} has {num_images} "
-                f"images that take {num_tokens} tokens.",
+                f"This model's maximum context length is {max_tokens} tokens. However, your {param} has "
+                f"{counted([one for group in groups for one in group.inputs])} that take {num_tokens} tokens.",
                 num_tokens,
                 max_tokens,
                 param=param,
             )
 
-    def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: whether images are taken or why not, their limits and options, and how many
-        came.
-        """
-        if self.why_not is not None:
-            return {"accepted": False, "reason": self.why_not}
-        return {
-            "accepted": True,
-            "max_per_prompt": self.max_images,
-            "placeholder": self.placeholder,
-            "mm_processor_kwargs": sorted(self._processor.options),
-            "num_images": self.num_images,
-            "num_found": self.num_hits,
-            "num_bytes_kept": self._store.num_bytes,
-        }
+    def _check(self, media: Sequence[MediaInput], param: str) -> None:
+        for name, most in self._most.items():
+            mine = [one for one in media if one.kind == name]
+            if mine and self.reason(name) is not None:
+                self._refuse(mine[0].param, name)
+            if len(mine) > most:
+                raise BadRequest(
+                    f"{param}: the prompt has {len(mine)} {name}s, and this server's limit is {most} "
+                    "(--limit-mm-per-prompt).",
+                    param=param,
+                )
 
-    def close(self) -> None:
-        """Remove the files. Idempotent."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-        self._store.close()
+    def reason(self, name: str) -> str | None:
+        """Return why the model takes no media of a kind, as the end of a sentence; None if it does."""
+        return self.why_not if name == "image" else self.why_no_videos
 
-    def _check(self, images: Sequence[ImageInput], param: str) -> None:
-        if self.why_not is not None:
-            self._refuse(images[0].param)
-        if len(images) > self.max_images:
-            raise BadRequest(
-                f"{param}: the prompt has {len(images)} images, and this server's limit is {self.max_images} "
-                "(--limit-mm-per-prompt).",
-                param=param,
-            )
-
-    def _refuse(self, param: str) -> NoReturn:
+    def _refuse(self, param: str, name: str = "image") -> NoReturn:
+        why = self.reason(name)
         if not self._is_complete:
-            raise NotInstalled(f"{param}: this server reads no images: {self.why_not}.", param=param)
-        raise BadRequest(
-            f"{param}: this model takes no images: {self.why_not}.", param=param, code="unsupported_parameter"
-        )
+            raise NotInstalled(f"{param}: this server reads no {name}s: {why}.", param=param)
+        raise BadRequest(f"{param}: this model takes no {name}s: {why}.", param=param, code="unsupported_parameter")
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Raises BadRequest for a request's mm_processor_kwargs that the model does not know."""
+        """Raise BadRequest for a request's mm_processor_kwargs that the model does not know."""
         param = "mm_processor_kwargs"
         if self.why_not is not None and options:
             self._refuse(param)
-        if unknown := sorted(set(options) - self._processor.options if options else ()):
-            raise BadRequest(f"{param}: {_unknown(unknown[0], self._processor)}.", param=param)
+        if unknown := self._unknown(options):
+            raise BadRequest(f"{param}: {unknown}.", param=param)
 
-    async def _fetch(self, image: ImageInput) -> bytes | None:
-        """Return the bytes of an image that has to be loaded by URL."""
-        if image.url is None or not image.url[:8].lower().startswith(("http:", "https:")):
+    def _unknown(self, options: dict[str, Any]) -> str | None:
+        known = frozenset().union(*(kind.options for kind in self.kinds.values()))
+        if not (unknown := sorted(set(options) - known)):
             return None
-        if not self._config.allowed_media_domains:
-            raise _refused(image, "images by http(s) URL need a server with --allowed-media-domains; send a data: URL")
-        from quire.server.media.fetch import Fetcher, Refused
-
-        config = self._config
-        self._fetcher = self._fetcher or Fetcher(
-            config.allowed_media_domains, config.max_image_bytes, config.media_timeout
-        )
-        try:
-            return await self._fetcher.fetch(image.url)
-        except Refused as error:
-            raise _refused(image, str(error)) from None
+        names = ", ".join(sorted(known)) or "none"
+        return f"this model's image processor has no option '{unknown[0][:100]}'; it has: {names}"
 
     # ---- in a thread
 
-    def _look(self, group: _Group, fetched: list[bytes | None], tenant: str | None) -> None:
-        """Find the images of a group, or the inputs for preprocessing them."""
+    def _look(self, group: Group, fetched: dict[MediaInput, bytes | None], tenant: str | None) -> None:
+        """Find the media of a group, or the inputs for preprocessing them."""
         started = time.perf_counter()
-        images = group.images
-        group.content = [self._content(image, data) for image, data in zip(images, fetched, strict=True)]
-        digests = [self._digest(image, data, tenant) for image, data in zip(images, group.content, strict=True)]
-        group.options |= self._detail(images)
-        group.keys = _keys(digests, group.options)
+        contents, inputs = self._contents, group.inputs
+        group.content = [contents.read(one, fetched[one]) for one in inputs]
+        digests = [contents.digest(one, data, tenant) for one, data in zip(inputs, group.content, strict=True)]
+        group.options |= group.kind.detail(inputs)
+        group.keys = _keys(digests, group.kind.name, group.options)
         leases = [self._store.lease(key) for key in group.keys]
         if None not in leases:
             self._give(group, leases, len(leases))
         else:
             group.num_hits = sum(lease is not None for lease in leases)
-            headers = [self._header(image, data) for image, data in zip(images, group.content, strict=True)]
-            sizes = [(width, height) for width, height, _ in headers]
-            group.num_tokens = self._count(group, sizes)
-            group.num_bytes = sum(num_bytes for _, _, num_bytes in headers) + group.num_tokens * _BYTES_PER_TOKEN
+            group.kind.measure(group)
         group.seconds = time.perf_counter() - started
 
-    def _count(self, group: _Group, sizes: list[tuple[int, int]]) -> int:
-        """Image tokens of a group. Raises BadRequest if options of the request make an image larger than the server's
-        settings make any.
-        """
-        turned = [(height, width) for width, height in sizes]  # as EXIF may say, which may come after the pixels
-        try:
-            counts = [self._processor.num_tokens(one, group.options) for one in (sizes, turned)]
-            if group.enlarges and not self.may_enlarge:
-                usual = self._processor.num_tokens(sizes, self._default_options | self._detail(group.images))
-                most = max(*usual, self._most_tokens())
-                if (found := max(counts[0])) > most:
-                    raise BadRequest(
-                        f"mm_processor_kwargs: an image would take {found} tokens, and the server's settings make at "
-                        f"most {most} of one: options of a request may only make images smaller "
-                        "(--mm-processor-kwargs makes them larger).",
-                        param="mm_processor_kwargs",
-                    )
-        except ValueError as error:
-            raise _refused(group.images[0], str(error)) from None
-        return min(sum(one) for one in counts)
-
-    def _most_tokens(self) -> int:
-        """Return the most tokens of an image by the server's settings: those of the largest of many sizes."""
-        if self._most is None:
-            pairs = [(width, height) for width in _SIDES for height in _SIDES]
-            sizes = [(width, height) for width, height in pairs if max(width, height) <= 100 * min(width, height)]
-            self._most = max(self._processor.num_tokens([size], self._default_options)[0] for size in sizes)
-        return self._most
-
-    def _process(self, group: _Group) -> None:
+    def _process(self, group: Group) -> None:
         started = time.perf_counter()
-        pictures = [self._decode(image, data) for image, data in zip(group.images, group.content, strict=True)]
+        processed = group.kind.process(group)
         try:
-            processed = self._processor(pictures, group.options)
+            leases = [self._store.add(key, one) for key, one in zip(group.keys, processed, strict=True)]
         except ValueError as error:
-            raise _refused(group.images[0], str(error)) from None
-        leases = [self._store.add(key, one) for key, one in zip(group.keys, processed, strict=True)]
+            raise refused(group.inputs[0], str(error)) from None
         for lease in leases:
             lease.found = False
             lease.seconds = (group.seconds + time.perf_counter() - started) / len(leases)
         self._give(group, leases, group.num_hits)
 
-    def _give(self, group: _Group, leases: list[Lease], num_hits: int) -> None:
+    def _give(self, group: Group, leases: list[Lease], num_hits: int) -> None:
         group.done, group.content = True, []
-        group.num_tokens = sum(lease.image.num_tokens for lease in leases)
-        for image, lease in zip(group.images, leases, strict=True):
-            image.lease = lease
+        group.num_tokens = sum(lease.medium.num_tokens for lease in leases)
+        for one, lease in zip(group.inputs, leases, strict=True):
+            one.lease = lease
         with self._mutex:
             self.num_images += len(leases)
             self.num_hits += num_hits
-
-    def _header(self, image: ImageInput, content: bytes | None) -> tuple[int, int, int]:
-        """Width, height, and bytes that decoding takes."""
-        from quire.server.media.decode import header
-
-        if image.picture is not None:
-            width, height = image.picture.size
-            return width, height, 16 * width * height
-        try:
-            return header(self._present(image, content), self._config.max_image_pixels)
-        except ValueError as error:
-            raise _refused(image, str(error)) from None
-
-    def _present(self, image: ImageInput, content: bytes | None) -> bytes:
-        if content is None:
-            raise _refused(
-                image, f"the image with the uuid '{image.uuid[:100]}' is no longer cached: send it with its data"
-            )
-        return content
-
-    def _content(self, image: ImageInput, fetched: bytes | None) -> bytes | None:
-        """Return the encoded image; None for a picture, and for a uuid alone."""
-        limit, url = self._config.max_image_bytes, image.url
-        try:
-            if fetched is not None:
-                return fetched
-            if image.base64 is not None:
-                return sources.from_base64(image.base64, limit)
-            if url is None:
-                return None
-            scheme = url[:8].partition(":")[0].lower()
-            if scheme == "data":
-                return sources.from_data_url(url, limit)
-            if scheme == "file":
-                return sources.from_file(url, self._config.allowed_local_media_path, limit)
-        except ValueError as error:
-            raise _refused(image, str(error)) from None
-        raise _refused(image, "its URL begins with none of data:, http:, https: and file:")
-
-    def _digest(self, image: ImageInput, content: bytes | None, tenant: str | None) -> bytes:
-        """Return the key of the content, under which `image.uuid` is found from now on."""
-        name = tenant, image.uuid
-        if image.picture is not None:
-            digest = _digest_of_picture(image.picture)
-        elif content is not None:
-            digest = hashlib.blake2b(content, digest_size=32).digest()
-        elif (digest := self._contents.get(name)) is None:
-            raise _refused(
-                image, f"no image with the uuid '{image.uuid[:100]}' is cached: send it again, with its data"
-            )
-        if image.uuid is not None:
-            with self._mutex:
-                self._contents[name] = digest
-                if len(self._contents) > MAX_NAMES:
-                    self._contents.popitem(last=False)
-        return digest
-
-    def _decode(self, image: ImageInput, content: bytes | None) -> Any:
-        from quire.server.media.decode import decode, to_rgb
-
-        try:
-            if image.picture is not None:
-                return to_rgb(image.picture)
-            return decode(self._present(image, content), self._config.max_image_pixels)
-        except ValueError as error:
-            raise _refused(image, str(error)) from None
-
-    def _detail(self, images: list[ImageInput]) -> dict[str, Any]:
-        """Return the option that stands for `detail`, for models that have one."""
-        given = {image.detail for image in images if image.detail not in (None, "auto")}
-        if not given or "detail" not in self._processor.options:
-            return {}
-        if len(given) > 1:
-            raise _refused(images[0], "the images of a prompt must have the same detail for this model")
-        return {"detail": given.pop()}
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
@@ -425,29 +318,17 @@ async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _keys(digests: list[bytes], options: dict[str, Any]) -> list[str]:
-    """Equal keys stand for equal features. `digests` are of images that are preprocessed together."""
-    settings = json.dumps([options, len(digests)], sort_keys=True).encode()
+def _keys(digests: list[bytes], name: str, options: dict[str, Any]) -> list[str]:
+    """Return keys that are equal for equal features. `digests` belong to media preprocessed together."""
+    settings = json.dumps([name, options, len(digests)], sort_keys=True).encode()
     return [hashlib.blake2b(digest + settings, digest_size=16).hexdigest() for digest in digests]
 
 
-def _digest_of_picture(picture: object) -> bytes:
-    about = json.dumps([picture.mode, picture.size, picture.getexif().get(274)]).encode()
-    state = hashlib.blake2b(about, digest_size=32)
-    if picture.palette is not None:
-        state.update(picture.palette.tobytes())
-    state.update(repr(picture.info.get("transparency")).encode())
-    state.update(picture.tobytes())
-    return state.digest()
-
-
-def _unknown(name: str, processor: ImageProcessor) -> str:
-    known = ", ".join(sorted(processor.options)) or "none"
-    return f"this model's image processor has no option '{name[:100]}'; it has: {known}"
-
-
-def _refused(image: ImageInput, why: str) -> BadRequest:
-    return BadRequest(f"{image.param}: the image cannot be used: {why}.", param=image.param)
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise ValueError(f"its tokenizer has no token {token}")
+    return token_id
 
 
 def _is_installed(package: str) -> bool:

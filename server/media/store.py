@@ -1,5 +1,5 @@
-"""Preprocessed images as files in shared memory, from which the workers read them: the most recently used, and those
-of running requests.
+"""Preprocessed images and videos as files in shared memory, from which the workers read them: the most recently used,
+and those of running requests.
 
 The files lie in a folder of this process, which a lock marks as in use: the folders of processes that were killed are
 removed by the next one. Every method may be called in any thread.
@@ -7,6 +7,7 @@ removed by the next one. Every method may be called in any thread.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -20,11 +21,11 @@ from typing import TYPE_CHECKING
 from quire.checkpoints.sizes import format_bytes, format_each
 from quire.configs import platforms
 from quire.server.errors import Unavailable
-from quire.server.media.inputs import Lease, PreparedImage
+from quire.server.media.inputs import Lease, PreparedMedium, PreparedPart
 from quire.server.private_folder import make_folder, remove_abandoned
 
 if TYPE_CHECKING:
-    from quire.server.media.processor import ProcessedImage
+    from quire.server.media.processor import ProcessedImage, ProcessedVideo
 
 logger = logging.getLogger("quire.images")
 
@@ -33,12 +34,12 @@ PREFIX = "quire-images-"
 
 @dataclass(slots=True)
 class _Entry:
-    image: PreparedImage
+    medium: PreparedMedium
     num_leases: int = 0
 
 
-class ImageStore:
-    """Creates its folder with the first image. `keeps`: images stay when no request holds them."""
+class MediaStore:
+    """The store; its folder is created with the first medium. `keeps`: unleased ones stay."""
 
     def __init__(self, max_bytes: int, base: Path | None = None, keeps: bool = True):
         self.max_bytes, self.keeps = max_bytes, keeps
@@ -51,34 +52,48 @@ class ImageStore:
         self._closed = False
 
     def lease(self, key: str) -> Lease | None:
-        """Return a lease of the image `key`; None if it is not there."""
+        """Return a lease of the medium `key`; None if it is not stored."""
         with self._mutex:
             entry = self._entries.get(key)
             if entry is None:
                 return None
             entry.num_leases += 1
             self._entries.move_to_end(key)
-            return Lease(entry.image, self._release)
+            return Lease(entry.medium, self._release)
 
-    def add(self, key: str, processed: ProcessedImage) -> Lease:
-        """Write the features of an image. Raises Unavailable if running requests leave no room for it."""
+    def add(self, key: str, processed: ProcessedImage | ProcessedVideo) -> Lease:
+        """Write the features of a medium, a file for each part. Raises ValueError, for the client, if the store is
+        smaller than they are, Unavailable if running requests leave no room for them.
+        """
         from safetensors.numpy import save
 
-        data = save(processed.features)
+        files = [save(part.features) for part in processed.parts]
+        num_bytes = sum(map(len, files))
+        if num_bytes > self.max_bytes:
+            taken, most = format_each(num_bytes, self.max_bytes)
+            raise ValueError(f"its features take {taken}, and the limit is {most} (--mm-processor-cache-gb)")
         with self._mutex:
             if (known := self.lease(key)) is not None:
                 return known
-            self._make_room(len(data))
-            path = self._own_folder() / f"{key}.safetensors"
-            try:
-                path.write_bytes(data)
-            except OSError as error:
-                path.unlink(missing_ok=True)
-                raise Unavailable(f"An image cannot be kept: {error.strerror}.", retry_after=1) from None
-            image = PreparedImage(key, str(path), len(data), processed.text, list(processed.counts), processed.grid)
-            self._entries[key] = _Entry(image)
-            self.num_bytes += image.num_bytes
+            self._make_room(num_bytes)
+            parts = self._write(key, processed, files)
+            self._entries[key] = _Entry(PreparedMedium(key, num_bytes, processed.text, parts))
+            self.num_bytes += num_bytes
             return self.lease(key)
+
+    def _write(self, key: str, processed: ProcessedImage | ProcessedVideo, files: list[bytes]) -> list[PreparedPart]:
+        several, folder = len(files) > 1, self._own_folder()
+        parts: list[PreparedPart] = []
+        try:
+            for i, (part, data) in enumerate(zip(processed.parts, files, strict=True)):
+                name = _key_of_part(key, i) if several else key
+                path = folder / f"{name}.safetensors"
+                parts.append(PreparedPart(name, str(path), list(part.counts), part.grid, part.time))
+                path.write_bytes(data)
+        except OSError as error:
+            _unlink(parts)
+            raise Unavailable(f"An image cannot be kept: {error.strerror}.", retry_after=1) from None
+        return parts
 
     def _release(self, key: str) -> None:
         with self._mutex:
@@ -93,7 +108,7 @@ class ImageStore:
         for key in [key for key, entry in self._entries.items() if not entry.num_leases]:
             if excess <= 0:
                 break
-            excess -= self._entries[key].image.num_bytes
+            excess -= self._entries[key].medium.num_bytes
             self._remove(key)
         if excess > 0:
             taken, most = format_each(self.max_bytes + excess, self.max_bytes)
@@ -104,9 +119,9 @@ class ImageStore:
             )
 
     def _remove(self, key: str) -> None:
-        image = self._entries.pop(key).image
-        self.num_bytes -= image.num_bytes
-        Path(image.path).unlink(missing_ok=True)
+        medium = self._entries.pop(key).medium
+        self.num_bytes -= medium.num_bytes
+        _unlink(medium.parts)
 
     # ---- the folder
 
@@ -132,6 +147,15 @@ class ImageStore:
                 os.close(self._mark)
 
 
+def _key_of_part(key: str, i: int) -> str:
+    return hashlib.blake2b(f"{key}/{i}".encode(), digest_size=16).hexdigest()
+
+
+def _unlink(parts: list[PreparedPart]) -> None:
+    for part in parts:
+        Path(part.path).unlink(missing_ok=True)
+
+
 def _roomy(num_bytes: int) -> Path:
-    """Shared memory, or the folder of temporary files if that is too small, as it is by default in a container."""
+    """Return shared memory, or the folder of temporary files if that is too small, as in containers by default."""
     return platforms.shared_memory(num_bytes) or Path(tempfile.gettempdir())

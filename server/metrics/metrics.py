@@ -55,7 +55,7 @@ _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 def _token_buckets(max_model_len: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50 ... up to the context length."""
+    """Return 1, 2, 5, 10, 20, 50 ... up to the context length."""
     bounds = []
     scale = 1
     while scale <= max_model_len:
@@ -165,8 +165,8 @@ class Metrics(Collector):
         self._counters["prompt_tokens"] += num_prompt_tokens
         self._counters["prompt_tokens_cached"] += num_cached_tokens
 
-    def observe_image(self, num_tokens: int, found: bool, seconds: float) -> None:
-        """Count an image of a request: `found` among the preprocessed ones, or preprocessed in `seconds`."""
+    def observe_medium(self, num_tokens: int, found: bool, seconds: float) -> None:
+        """Count an image or a video of a request: `found` among the preprocessed ones, or preprocessed in `seconds`."""
         self._counters["prompt_image_tokens"] += num_tokens
         self._counters["mm_cache_queries"] += 1
         self._counters["mm_cache_hits"] += found
@@ -174,11 +174,11 @@ class Metrics(Collector):
             self._histograms["image_preprocessing_seconds"].observe(seconds)
 
     def observe_first_token(self, latency: float) -> None:
-        """`latency` in seconds since the request arrived."""
+        """Observe a first token, `latency` seconds after the request arrived."""
         self._histograms["time_to_first_token_seconds"].observe(latency)
 
     def observe_tokens(self, interval: float, num_tokens: int) -> None:
-        """`num_tokens` arrived `interval` seconds after the previous token of the sequence."""
+        """Observe `num_tokens` that arrived `interval` seconds after the previous token of the sequence."""
         self._inter_token.observe(interval / num_tokens, num_tokens)
 
     def observe_request(
@@ -239,11 +239,11 @@ class Metrics(Collector):
         self._keys[metric, name, code] = self._keys.get((metric, name, code), 0) + count
 
     def observe_evicted(self, num: int) -> None:
-        """Stored responses and conversations made room for new ones."""
+        """Count stored responses and conversations that were evicted."""
         self._counters["stored_objects_evicted"] += num
 
     def set_cache_config(self, **fields: object) -> None:
-        """Published as labels of `cache_config_info`: the settings of the KV cache and the resulting sizes
+        """Publish labels of `cache_config_info`: the settings of the KV cache and the resulting sizes
         (`num_gpu_blocks`, `block_size`).
         """
         self._cache_config = {name: str(value) for name, value in fields.items()}
@@ -304,7 +304,7 @@ class Metrics(Collector):
         return render(self.registry, view)
 
     def collect(self) -> Iterator[Any]:
-        """Called by the registry on each scrape."""
+        """Collect the metrics, on each scrape of the registry."""
         http = CounterMetricFamily(
             "http_requests", "Requests answered, by route.", labels=["handler", "method", "status"]
         )
@@ -422,7 +422,7 @@ _COUNTERS = {
     "prompt_tokens_cached": "Prompt tokens that were found in the cache.",
     "generation_tokens": "Tokens generated.",
     "stored_objects_evicted": "Stored responses and conversations that made room for new ones.",
-    "prompt_image_tokens": "Prompt tokens that are images, of requests that began.",
+    "prompt_image_tokens": "Prompt tokens that are images or videos, of requests that began.",
     "mm_cache_queries": "Images looked up among the preprocessed ones.",
     "mm_cache_hits": "Images found among the preprocessed ones.",
     "spec_decode_num_drafts": "Drafts that steps verified.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from quire.checkpoints.gguf.folder import gguf_names, is_first
 from quire.checkpoints.library.installed import HUB, installed
 from quire.configs.config import Config
+from quire.configs.options import is_utf8
 from quire.configs.several import read_duration
 from quire.configs.sources import EMBEDDED_MODEL, embedded_model
 from quire.server.models.entry import ModelEntry, config_of
@@ -18,8 +19,8 @@ logger = logging.getLogger("quire")
 
 
 def read_catalog(config: Config) -> list[ModelEntry]:
-    """Return the models of a server, the first one first. Raises ValueError for two of one name, for an alias of none,
-    and for a file or folder that cannot be read.
+    """Return the models of a server, the first one first. Raises ValueError for duplicate names, for an alias without a
+    model, and for a file or folder that cannot be read.
     """
     found = _described(config)
     if not found:
@@ -27,6 +28,11 @@ def read_catalog(config: Config) -> list[ModelEntry]:
     entries = [_entry(config, one) for one in found]
     names: dict[str, str] = {}
     for entry in entries:
+        if entry.config.parallel.names_machines:
+            raise ValueError(
+                f"{entry.where}: a server of several models has all engines on its machine: leave out "
+                "--nnodes and --data-parallel-size-local"
+            )
         for name in (entry.name, *entry.aliases):
             if name in names:
                 raise ValueError(f"{entry.where}: the model name {name} is taken by {names[name]}")
@@ -56,7 +62,7 @@ def _described(config: Config) -> list[Described]:
 
 
 def _own_name(config: Config, position: int, source: str) -> str | None:
-    """The name of a model of the command line, which --served-model-name gives in their order."""
+    """Return the --served-model-name of the model at `position` on the command line."""
     names = config.server.served_model_name
     if position < len(names):
         return names[position]
@@ -70,30 +76,48 @@ def _source(text: str) -> str:
 
 
 def _in_folder(folder: str) -> list[Described]:
-    """The GGUF files and checkpoint folders of a folder."""
+    """Return the GGUF files and checkpoint folders of a folder."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise ValueError(f"--models-dir {folder}: there is no such folder")
-    found = []
-    for one in sorted(path.iterdir()):
-        where = f"--models-dir {folder}"
-        if one.name.startswith((".", "mmproj")):
-            continue
-        if one.is_dir() and (one / "config.json").is_file():
-            found.append(Described(one.name, str(one), where))
-        elif one.is_dir():
-            files = [file for file in gguf_names(sorted(file.name for file in one.iterdir())) if is_first(file)]
-            files = [file for file in files if not file.startswith("mmproj")]
-            several = len(files) > 1
-            found += [
-                Described(default_name(str(one / file)) if several else one.name, str(one / file), where)
-                for file in files
-            ]
-        elif gguf_names([one.name]) and is_first(one.name):
-            found.append(Described(None, str(one), where))
+    where = f"--models-dir {folder}"
+    found: list[Described] = []
+    try:
+        inside = sorted(path.iterdir())
+    except OSError as error:
+        raise ValueError(f"{where}: {error.strerror}") from None
+    for one in inside:
+        try:
+            found += _found_at(one, where)
+        except OSError as error:
+            logger.warning("%s: %s is left out: %s", where, one.name, error.strerror)
     if not found:
-        raise ValueError(f"--models-dir {folder}: it has no GGUF file and no checkpoint folder")
+        raise ValueError(f"{where}: it has no GGUF file and no checkpoint folder")
     return found
+
+
+def _found_at(path: Path, where: str) -> list[Described]:
+    """Return the models of a file or folder in a folder of models. Raises OSError."""
+    if path.name.startswith((".", "mmproj")):
+        return []
+    if path.is_dir() and (path / "config.json").is_file():
+        return [Described(path.name, str(path), where)] if _is_usable(path, where) else []
+    if not path.is_dir():
+        is_one = bool(gguf_names([path.name])) and is_first(path.name) and _is_usable(path, where)
+        return [Described(None, str(path), where)] if is_one else []
+    names = gguf_names(sorted(file.name for file in path.iterdir()))
+    files = [path / name for name in names if is_first(name) and not name.startswith("mmproj")]
+    files = [file for file in files if _is_usable(file, where)]
+    several = len(files) > 1
+    return [Described(default_name(str(file)) if several else path.name, str(file), where) for file in files]
+
+
+def _is_usable(path: Path, where: str) -> bool:
+    """Return whether a model can be read and named; warns otherwise."""
+    reason = "its name is not UTF-8" if not is_utf8(str(path)) else "" if path.is_dir() or path.is_file() else "no file"
+    if reason:
+        logger.warning("%s: %s is left out: %s", where, ascii(path.name), reason)
+    return not reason
 
 
 def _add_aliases(given: list[str], found: list[Described]) -> None:

@@ -1,4 +1,4 @@
-"""Facts about the files of a model that need not be loaded."""
+"""Facts about the files of a model that does not have to be loaded."""
 
 from __future__ import annotations
 

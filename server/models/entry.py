@@ -1,4 +1,4 @@
-"""One model of a server of several, as its settings describe it."""
+"""One model of a multi-model server, as its settings describe it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quire.configs.several import FOREVER, ModelsConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """`config` has the flags of the command line and then the model's own. `keep_alive` is in seconds after the last
-    request. A `pinned` model loads at start and stays.
+    """One model. `config` has the flags of the command line and then the model's own. `keep_alive` is in seconds after
+    the last request. A `pinned` model loads at start and stays.
     """
 
     name: str
@@ -24,7 +24,7 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     pinned: bool = False
     keep_alive: float = FOREVER
-    where: str = "the command line"  # that describes it, for messages
+    where: str = "the command line"  # where it is described, for messages
 
 
 def config_of(base: Config, name: str, source: str, values: Mapping[str, Any]) -> Config:

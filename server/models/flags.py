@@ -9,7 +9,7 @@ from typing import Any
 from quire.configs.options import Option, find_option, in_python, no_effect, unknown_setting
 from quire.configs.peers.reading import Given, is_flag, take, translate
 
-# settings of the HTTP server that are a model's
+# settings of the HTTP server that belong to a model
 _OF_MODEL = frozenset({
     "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice",
     "generic_tool_prompt", "exclude_tools_when_tool_choice_none", "reasoning_field", "generation_config",
@@ -19,13 +19,28 @@ _OF_SERVER = ("server", "models")
 
 
 def read_flags(given: object, where: str) -> tuple[dict[str, Any], list[str]]:
-    """(settings by name, warnings for flags without effect) of a mapping of settings, or of flags as a text or a list
-    of words. Raises ValueError, which names `where` they stand.
+    """Return (settings by name, warnings for flags without effect). `given` is a mapping of settings, or flags as a
+    text or a list of words. Raises ValueError naming `where` the flags stand.
     """
+    try:
+        return _read(given, where)
+    except ValueError as error:
+        raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from None
+
+
+def split_words(text: str, where: str) -> list[str]:
+    """Return the words of a command line, as a shell splits them. Raises ValueError naming `where` it stands."""
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error} in: {text.strip()[:200]}") from None
+
+
+def _read(given: object, where: str) -> tuple[dict[str, Any], list[str]]:
     if isinstance(given, Mapping):
         own, others = in_python(given, f" ({where})")
     elif isinstance(given, str | list):
-        words = shlex.split(given, comments=True) if isinstance(given, str) else [str(word) for word in given]
+        words = split_words(given, where) if isinstance(given, str) else [str(word) for word in given]
         own, found = _split(words, where)
         others = translate(found)
     else:
@@ -50,7 +65,7 @@ def _refuse_other(option: Option, spelling: str, where: str) -> None:
 
 
 def _split(words: list[str], where: str) -> tuple[dict[str, Any], list[Given]]:
-    """quire's own settings and other servers' flags of a command line without the model."""
+    """Return quire's own settings and other servers' flags of a command line without the model."""
     own: dict[str, Any] = {}
     others: list[Given] = []
     position = 0

@@ -1,4 +1,4 @@
-"""The state of a server of several models: what belongs to all of them, and what their sum is."""
+"""The state of a multi-model server: what its models share, and their totals."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SHARED = (
     "threads", "incidents", "unknown_fields", "num_waiting_of", "keys", "audit", "request_log", "traces", "batches",
     "responses", "pulls", "history", "streams",
 )  # fmt: skip
-_ROWS = 8  # of batches, while no model is loaded
+_ROWS = 8  # batch rows reported while no model is loaded
 _OF_SERVER = ("http_requests",)  # metrics that belong to no model
 
 
 class HostState(ServerState):
-    """The state that routes read which belong to no single model. `models` are all, by name."""
+    """The state of routes that belong to no single model. `models` has all models by name."""
 
     __slots__ = ("is_open", "models")
 
@@ -51,7 +51,7 @@ class HostState(ServerState):
         state.draining, state.created = self.draining, self.created
 
     def loaded(self) -> list[Model]:
-        """Return the models that serve requests."""
+        """Return the loaded models."""
         return [model for model in self.models.values() if model.app is not None]
 
     def find(self, name: str) -> Model | None:
@@ -64,7 +64,7 @@ class HostState(ServerState):
         return None
 
     def observe_stats(self) -> None:
-        """Sum the latest gauges of all engines."""
+        """Sum the latest gauges of all loaded models."""
         every = [model.state.stats for model in self.loaded()]
         self.stats = EngineStats(
             sum(one.num_running for one in every),
@@ -74,11 +74,11 @@ class HostState(ServerState):
 
     @property
     def status(self) -> str:
-        """loading (the routes), draining or ready: models load when they are named."""
+        """Return "loading" (of routes), "draining" or "ready"; models load when requests name them."""
         return "draining" if self.draining else "ready" if self.is_open else "loading"
 
     def require_ready(self) -> None:
-        """Raises Unavailable while the server starts or drains."""
+        """Raise Unavailable while the server starts or drains."""
         if self.draining:
             raise Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
         if not self.is_open:
@@ -104,7 +104,7 @@ class HostState(ServerState):
     answering = display_name
 
     def require_model(self, name: str | None, known: Sequence[str]) -> None:
-        """Raises NotFound, which names the `known` ones, unless `name` is absent, empty or a name of a model."""
+        """Raise NotFound naming the `known` models unless `name` is absent, empty or a name of a model."""
         if name and self.find(name) is None:
             names = ", ".join(f"'{one}'" for one in known[:20]) or "no model for this key"
             raise NotFound(
@@ -144,7 +144,7 @@ class LoadedEngines:
 
 
 class ModelsMetrics(Collector):
-    """The metrics of all models that were loaded on one page: each family once, and the server's own."""
+    """The metrics of all models loaded so far on one page, each family once, and the server's own."""
 
     def __init__(self, host: HostState):
         self._host, self._own = host, Metrics("", 1)

@@ -28,10 +28,10 @@ logger = logging.getLogger("quire")
 
 
 class ModelsLauncher(Launcher):
-    """Runs a server of several models, which is ready as soon as it can answer."""
+    """Runs a server of several models, which is ready once it can answer requests."""
 
     def _begin(self) -> None:
-        """Raises ValueError for models that cannot be told apart, and for settings that they cannot have."""
+        """Read the models. Raises ValueError for ambiguous models and for settings that they cannot have."""
         if self.config.server.api_server_count > 1:
             raise ValueError("--api-server-count: a server of several models has one frontend")
         self.entries = read_catalog(self.config)
@@ -42,7 +42,7 @@ class ModelsLauncher(Launcher):
 
     def _on_routes(self) -> None:
         self.frontend.state.is_open = True
-        self.frontend.models.prepare_spare()  # not before: the import of the routes needs the processor
+        self.frontend.models.prepare_spare()  # not before: importing the routes needs the CPU
         names = [entry.name for entry in self.entries]
         running_servers.rename(names)
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -65,7 +65,7 @@ class ModelsFrontend:
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests being answered, except probes."""
+        """Return the number of HTTP requests being answered, except probes."""
         return self.state.num_in_flight
 
     @property

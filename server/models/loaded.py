@@ -1,4 +1,4 @@
-"""One model of a server of several, through its loading, use and unloading."""
+"""One model of a multi-model server: loading, use and unloading."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LoadFailed(Exception):
 
 
 class Model:
-    """Its `status`, the server state that its routes read, and its engines while it is loaded.
+    """A model: its `status`, the state that its routes read, and its engines while loaded.
 
     `shared` copies what all models have in common into a new state. `on_change` is called after each change of the
     status, progress included, and `on_stats` after each report of an engine. `take_spare` gives an engine process that
@@ -64,9 +64,9 @@ class Model:
         self.need: Need | None = None  # of memory, while it takes some
         self.num_leases = 0  # requests that use it
         self.waiters: list[asyncio.Future[None]] = []  # requests that wait for it to load; each gets a lease
-        self.last_used = 0.0  # time.monotonic()
+        self.last_used = 0.0  # time.monotonic(), seconds
         self.keep_alive = entry.keep_alive
-        self.leaves_at: float | None = None  # time.time(), once it is idle and will be unloaded
+        self.leaves_at: float | None = None  # time.time() when it will be unloaded; None unless idle
         self.details: LazyDetails | None = None  # of its files, once they are on this machine
         self.metrics: Metrics | MetricsPool | None = None  # since the server's start, unloaded or not
         self._served: ServedModel | None = None
@@ -77,13 +77,13 @@ class Model:
         self._timer: asyncio.TimerHandle | None = None
 
     def leave_in(self, seconds: float, leave: Callable[[], object]) -> None:
-        """Call `leave` after so long, unless the model is used again."""
+        """Call `leave` after `seconds`, unless the model is used again."""
         self.stay()
         self.leaves_at = time.time() + seconds
         self._timer = asyncio.get_running_loop().call_later(seconds, leave)
 
     def stay(self) -> None:
-        """Forget `leave_in`: the model is used."""
+        """Cancel `leave_in`: the model is used."""
         self.leaves_at = None
         if self._timer is not None:
             self._timer.cancel()
@@ -95,7 +95,7 @@ class Model:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a request uses the model, responses in the background included."""
+        """Return whether a request uses the model, including background responses."""
         return self.num_leases > 0 or not self.state.idle.is_set()
 
     @property
@@ -105,12 +105,12 @@ class Model:
 
     @property
     def size(self) -> int:
-        """The bytes that it takes now."""
+        """Return the bytes of memory that the model takes now."""
         return self.need.total if self.need is not None and self.status not in (UNLOADED, FAILED) else 0
 
     def _new_state(self, config: Config) -> ServerState:
         state = make_state(config)
-        # the name on the command line or in the file, as with one model
+        # the name from the command line or the file, as with a single model
         state.aliases = frozenset({*self.entry.aliases, self.entry.source}) - {self.entry.name}
         self._shared(state)
         return state
@@ -122,7 +122,7 @@ class Model:
     # ---- loading
 
     async def load(self, need: Need | None, niceness: int | None = None) -> None:
-        """Start the engines, which load at this priority, and wait until requests are served. Raises LoadFailed."""
+        """Start the engines with `niceness` while they load, and wait until requests are served. Raises LoadFailed."""
         self.need = need
         self.state = self._new_state(self.entry.config)
         self._open.clear()
@@ -148,6 +148,9 @@ class Model:
             await self._end(FAILED, reason)
             raise LoadFailed(reason) from None
         except BaseException:
+            if self._engines is not None and self._running is not None:
+                self._running.cancel()  # or its supervisor would start another
+                self._engines.kill()  # a process that imports or loads notices no request to end, and has no clients
             await self._end(UNLOADED)
             raise
         logger.info("the model %s is loaded in %.1f s", self.name, time.monotonic() - started)
@@ -187,7 +190,7 @@ class Model:
         self._open.set()
 
     def _on_end(self, running: asyncio.Task[None]) -> None:
-        """The engines of a loaded model failed for good."""
+        """Unload a model whose engines failed for good."""
         if self.status != LOADED or running.cancelled():
             return
         reason = without_paths(str(running.exception()), self.entry.config)

@@ -1,4 +1,4 @@
-"""Which models are loaded: a request loads its model, and the least recently used ones make room within one budget of
+"""Loads and unloads models: a request loads its model, and the least recently used ones make room within one budget of
 memory.
 
 A model that a request uses is never ended for another. If room is missing, the idle models go first; when that is not
@@ -18,6 +18,7 @@ from quire.checkpoints import hub
 from quire.checkpoints.sizes import format_each
 from quire.configs.config import Config
 from quire.configs.several import LOAD_NICENESS
+from quire.server.engines.spare import SpareEngine
 from quire.server.engines.supervisor import in_thread
 from quire.server.errors import ApiError, BadRequest, Unavailable
 from quire.server.http.read_body import BYTES_PER_TOKEN, MIN_BYTES_WITH_IMAGES
@@ -26,13 +27,12 @@ from quire.server.models.host import HostState
 from quire.server.models.loaded import FAILED, LOADED, LOADING, UNLOADED, UNLOADING, LoadFailed, Model
 from quire.server.models.need import Need, Planned, guessed_need, loaded_need, need_of
 from quire.server.models.planner import Planner
-from quire.server.models.spare import SpareEngine
 
 logger = logging.getLogger("quire")
 
-FREE_SHARE = 0.8  # of the memory that is free at start, if --models-memory-bytes does not say
+FREE_SHARE = 0.8  # of the memory free at start, without --models-memory-bytes
 MAX_LOADING = 2  # models that load at the same time
-BACK_OFF, MAX_BACK_OFF = 2.0, 300.0  # seconds until a model that failed is tried again: doubled each time
+BACK_OFF, MAX_BACK_OFF = 2.0, 300.0  # seconds until a failed model is tried again, doubled each time
 
 
 class Models:
@@ -53,7 +53,7 @@ class Models:
         self._budget = config.models.models_memory_bytes
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._failures: dict[str, tuple[int, float]] = {}  # in a row, and when it is tried again (time.monotonic())
-        self._queue: deque[Model] = deque()  # that wait for room, the first one first
+        self._queue: deque[Model] = deque()  # models that wait for room, in order
         self._room = asyncio.Event()  # replaced by each `_notify`
         self._giving_way: set[str] = set()  # take no new requests, because the first in the queue needs room
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,7 +61,7 @@ class Models:
     # ---- life
 
     async def run(self) -> None:
-        """Plan all models, load the pinned ones, and keep watch."""
+        """Plan all models, load the pinned ones, and watch the loaded ones."""
         planning = asyncio.create_task(self.planner.run())
         try:
             for model in self.models.values():
@@ -104,7 +104,7 @@ class Models:
             return
         for model in self.models.values():
             if model.status in (UNLOADED, FAILED):
-                self.spare.prepare(model.entry.config)
+                self.spare.prepare(model.entry.config.parallel)
                 return
 
     def _notify_watchers(self) -> None:
@@ -120,8 +120,8 @@ class Models:
     # ---- use
 
     async def enter(self, model: Model, keep_alive: float | None = None) -> None:
-        """Load a model if it is not, and keep it loaded until `leave`. `keep_alive` replaces the seconds for which it
-        stays afterwards. Raises Unavailable, BadRequest for a model that cannot fit.
+        """Load a model unless it is loaded, and keep it until `leave`. `keep_alive` replaces the seconds for which
+        it stays afterwards. Raises Unavailable, and BadRequest for a model that cannot fit.
         """
         await self._enter(model)
         if keep_alive is not None:
@@ -133,7 +133,7 @@ class Models:
         model.num_leases -= 1
         model.last_used = time.monotonic()
         if not model.num_leases:
-            self._rest(model)
+            self._on_idle(model)
 
     async def _enter(self, model: Model) -> None:
         """Take a lease of the model, which is then loaded."""
@@ -161,7 +161,7 @@ class Models:
                     model.waiters.remove(waiter)
 
     def _check_queue(self, model: Model) -> None:
-        """Raises Unavailable if too many requests wait for the model to load."""
+        """Raise Unavailable if too many requests wait for the model to load."""
         limit = model.entry.config.server.max_num_queued_reqs
         if limit and len(model.waiters) >= limit:
             raise Unavailable(
@@ -171,7 +171,7 @@ class Models:
             )
 
     def _check(self, model: Model) -> None:
-        """Raises Unavailable while a model that failed is not tried again, and while the server drains."""
+        """Raise Unavailable during the back-off of a failed model and while the server drains."""
         failed = self._failures.get(model.name)
         if failed is not None and time.monotonic() < failed[1]:
             raise Unavailable(
@@ -182,19 +182,19 @@ class Models:
         if self.host.draining:
             raise _shutting_down()
 
-    def _rest(self, model: Model) -> None:
-        """Called when no request uses a model: tell those that wait for room, and unload it after its time."""
-        if model.is_busy:  # responses in the background
-            self._spawn(self._rest_later(model))
+    def _on_idle(self, model: Model) -> None:
+        """Handle a model that no request uses: notify those that wait for room, and unload it after its time."""
+        if model.is_busy:  # background responses
+            self._spawn(self._idle_later(model))
             return
         self._notify()
         if not model.entry.pinned and model.keep_alive >= 0 and model.status == LOADED:
             model.leave_in(model.keep_alive, lambda: self._spawn(self._expire(model)))
 
-    async def _rest_later(self, model: Model) -> None:
+    async def _idle_later(self, model: Model) -> None:
         await model.state.idle.wait()
         if not model.is_busy:
-            self._rest(model)
+            self._on_idle(model)
 
     async def _expire(self, model: Model) -> None:
         if not model.is_busy and model.status == LOADED:
@@ -214,14 +214,25 @@ class Models:
             task.add_done_callback(lambda done: self._on_loaded(model, done))
 
     def _on_loaded(self, model: Model, task: asyncio.Task[None]) -> None:
-        """Give everyone who waited a lease, or the error."""
+        """Give everyone who waited a lease, or the error. Requests that came after the loading was cancelled, or after
+        the model was unloaded at once, start it again.
+        """
         del self._loads[model.name]
-        error = _shutting_down() if task.cancelled() else task.exception()
-        self._wake(model, error)
+        is_gone = task.cancelled() or (task.exception() is None and model.status != LOADED)
+        if is_gone and not self.host.draining:
+            if model.waiters:
+                self._start(model)
+            self._notify()
+            self.prepare_spare()
+            return
+        error = _shutting_down() if is_gone else task.exception()
+        if error is not None or model.name not in self._giving_way:  # else those who wait come after it was unloaded
+            self._wake(model, error)
+        self._notify()
         if error is not None and not isinstance(error, LoadFailed | ApiError):
             logger.error("the model %s cannot be loaded", model.name, exc_info=error)
         if not model.num_leases and model.status == LOADED:
-            self._rest(model)
+            self._on_idle(model)
         self.prepare_spare()
 
     def _wake(self, model: Model, error: BaseException | None) -> None:
@@ -236,7 +247,7 @@ class Models:
                 waiter.set_exception(error)
 
     async def _load(self, model: Model) -> None:
-        """Raises LoadFailed, BadRequest for a model that cannot fit."""
+        """Load a model once there is room. Raises LoadFailed, and BadRequest for a model that cannot fit."""
         while model.status == UNLOADING:
             await self._changed()
         need = await self._need(model)
@@ -259,13 +270,13 @@ class Models:
             raise
         finally:
             if model.state.ready is not None:
-                planned = self.planner.known(model.name)
+                planned = self.planner.finished(model.name)
                 model.need = loaded_need(model.state.ready.worker.plan, planned.process if planned is not None else 0)
             self._notify()
         self._failures.pop(model.name, None)
 
     def _give_way(self, names: set[str]) -> None:
-        """These models take no new requests; those that did so before take them again, at once if they are loaded."""
+        """Stop new requests for models `names`; others resume, at once if they are loaded."""
         before, self._giving_way = self._giving_way, names
         for model in map(self.models.__getitem__, before - names):
             if model.status == LOADED:
@@ -283,7 +294,7 @@ class Models:
             self.changed.discard(event)
 
     async def _need(self, model: Model) -> Need:
-        """Raises BadRequest for a model that does not fit the budget alone."""
+        """Return a model's need. Raises BadRequest if it exceeds the budget even alone."""
         planned = await self.planner.get(model.name)
         budget = self.budget(planned)
         if planned.error is None:
@@ -316,7 +327,8 @@ class Models:
             victims = self._victims(need)
             self._give_way({one.name for one in victims})
             if idle := [one for one in victims if not one.is_busy]:
-                await asyncio.gather(*(self.unload(one) for one in idle))
+                unloading = [self._spawn(self.unload(one)) for one in idle]
+                await asyncio.shield(asyncio.gather(*unloading))  # a cancelled load does not stop half of it
             else:
                 await room.wait()
 
@@ -324,7 +336,7 @@ class Models:
         return sum(model.status == LOADING for model in self.models.values())
 
     def _present(self) -> list[Model]:
-        """Return the models that take memory."""
+        """Return the models that occupy memory."""
         return [model for model in self.models.values() if model.need is not None]
 
     def _fits(self, need: Need) -> bool:
@@ -334,7 +346,7 @@ class Models:
         return sum(model.need.total for model in present) + need.total <= (self._budget or 1 << 62)
 
     def _victims(self, need: Need) -> list[Model]:
-        """Return the models that make room: as few as are enough, idle ones first, the least recently used first."""
+        """Return the models that make room: as few as suffice, idle ones first, then in LRU order."""
         candidates = [one for one in self._present() if one.status == LOADED and not one.entry.pinned]
         candidates.sort(key=lambda one: (one.is_busy, one.last_used))
         present = self._present()
@@ -375,21 +387,33 @@ class Models:
 
     def planned_bytes(self, model: Model) -> int | None:
         """Return what a model will take; None if there is no plan."""
-        planned = self.planner.known(model.name)
+        planned = self.planner.finished(model.name)
         if planned is None or planned.error is not None:
             return None
         return need_of(planned, self.budget(planned), model.entry.config.cache.kv_cache_memory_bytes).total
 
+    def is_present(self, model: Model) -> bool:
+        """Return whether a model is loaded, or will be: it loads or waits for room."""
+        return model.status == LOADED or model.name in self._loads
+
     async def unload_idle(self, model: Model) -> None:
-        """Unload a model once its requests have ended."""
-        while model.status == LOADED and model.is_busy:
+        """Unload a model once its requests have ended, those that wait for it to load included. Cancel the loading if
+        no request waits.
+        """
+        while self.is_present(model):
+            if model.status == LOADED and not model.is_busy:
+                await self.unload(model)
+                return
+            if model.status != LOADED and not model.waiters:
+                loading = self._loads[model.name]
+                loading.cancel()
+                await asyncio.wait({loading})
+                return
             await self._room.wait()
-        if model.status == LOADED:
-            await self.unload(model)
 
     def most_body_bytes(self) -> int:
-        """Return the bytes of the largest body that any model takes."""
-        plans = filter(None, map(self.planner.known, self.models))
+        """Return the largest body, in bytes, that any model accepts."""
+        plans = filter(None, map(self.planner.finished, self.models))
         tokens = max((plan.max_model_len for plan in plans), default=0)
         return self.config.server.max_body_size or max(MIN_BYTES_WITH_IMAGES, BYTES_PER_TOKEN * tokens)
 
@@ -400,7 +424,10 @@ def _shutting_down() -> Unavailable:
 
 def _file_bytes(source: str) -> int:
     """Return the size of a model's weights on this machine; 0 if it is not here."""
-    folder = hub.ready_folder(source)
+    try:
+        folder = hub.ready_folder(source)
+    except ValueError:  # there is no such folder, for example: the loading fails with this reason
+        return 0
     if folder is None:
         return Path(source).stat().st_size if Path(source).is_file() else 0
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))

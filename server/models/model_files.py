@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from quire.configs.options import suggestion
+from quire.configs.options import find_option, suggestion
 from quire.configs.peers.table import SWITCH, rows
 from quire.configs.several import read_duration
-from quire.server.models.flags import read_flags
+from quire.server.models.flags import read_flags, split_words
 
 _KEYS = ("name", "source", "aliases", "pinned", "keep_alive", "flags")
 _SWAP_KEYS = frozenset({"cmd", "aliases", "ttl", "name", "description", "macros", "metadata"})
@@ -23,11 +22,15 @@ _SWAP_TOP = frozenset({"models", "macros"})
 _MODEL_FLAGS = ("-m", "--model", "-hf", "-hfr", "--hf-repo")
 _SERVERS = {"llama-server": 0, "server": 0, "vllm": 1, "quire": 1}  # the words of each before its flags
 _BY_SERVER = ("port", "host")  # flags of a command that only say where it listens
+_MERGE = "tag:yaml.org,2002:merge"
+_ALIASES = ("alias", "a", "LLAMA_ARG_ALIAS")
+_NOT_FLAGS = frozenset({"load-on-startup", "stop-timeout", *_ALIASES})
+_ON, _OFF = frozenset({"1", "true", "on", "enabled", "yes"}), frozenset({"0", "false", "off", "disabled", "no"})
 
 
 @dataclass(slots=True)
 class Described:
-    """A model of a file; `values` are its settings by name."""
+    """A model as a file describes it; `values` are its settings by name."""
 
     name: str | None
     source: str
@@ -40,7 +43,7 @@ class Described:
 
 
 def read_models_file(path: str) -> list[Described]:
-    """Return the models of a file. Raises ValueError, which names the line."""
+    """Return the models of a file. Raises ValueError naming the line."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -48,7 +51,18 @@ def read_models_file(path: str) -> list[Described]:
     first = next((line.strip() for line in text.splitlines() if line.strip() and line.strip()[0] not in "#;"), "")
     if first.startswith("[") or re.match(r"version\s*=", first):
         return _presets(text, path)
-    root = _compose(text, path)
+    try:
+        return _read_yaml(text, path)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        at = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path}{at}: not valid YAML: {problem or error}") from None
+
+
+def _read_yaml(text: str, path: str) -> list[Described]:
+    root = yaml.compose(text, yaml.SafeLoader)
+    if root is None:
+        raise ValueError(f"{path}: it is empty")
     content = _entries(root, path)
     if "models" not in content:
         raise ValueError(f"{path}: there is no list `models`")
@@ -67,7 +81,7 @@ def read_models_file(path: str) -> list[Described]:
 
 
 def _own(node: yaml.Node, path: str) -> Described:
-    if isinstance(node, yaml.ScalarNode):
+    if isinstance(node, yaml.ScalarNode) and _value(node) not in (None, ""):
         return Described(None, node.value, _at(node, path))
     keys = _entries(node, path)
     where = _at(node, path)
@@ -75,7 +89,7 @@ def _own(node: yaml.Node, path: str) -> Described:
         if name not in _KEYS:
             raise ValueError(f"{path}, line {line}: unknown key {name}{suggestion(name, _KEYS)}")
     content = {name: _value(value) for name, (value, _) in keys.items()}
-    if not isinstance(content.get("source"), str):
+    if not isinstance(content.get("source"), str) or not content["source"]:
         raise ValueError(f"{where}: the model has no source: a folder, GGUF file or Hub id")
     found = Described(_text(content.get("name"), "name", where), content["source"], where)
     found.aliases = _names(content.get("aliases", []), where)
@@ -97,7 +111,7 @@ def _text(value: object, name: str, where: str) -> str | None:
 def _names(value: object, where: str) -> list[str]:
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ValueError(f"{where}: aliases must be a list of names")
     return value
 
@@ -119,16 +133,16 @@ def _duration(value: object, where: str) -> float:
 
 
 def _swap(content: Mapping[str, tuple[yaml.Node, int]], path: str) -> list[Described]:
-    macros = _value(content["macros"][0]) if "macros" in content else {}
+    macros = _macros(content, path)
     found = []
     for name, (node, line) in _entries(content["models"][0], path).items():
-        keys = {key: _value(value) for key, (value, _) in _entries(node, path).items()}
-        where = f"{path}, line {line}"
+        given, where = _entries(node, path), f"{path}, line {line}"
+        keys = {key: _value(value) for key, (value, _) in given.items()}
         if not isinstance(keys.get("cmd"), str):
             raise ValueError(f"{where}: the model {name} has no cmd")
-        one = _command(_expanded(keys["cmd"], {**macros, **(keys.get("macros") or {})}), name, where)
+        one = _command(_expanded(keys["cmd"], macros | _macros(given, path)), name, where)
         one.aliases = _names(keys.get("aliases", []), where)
-        if keys.get("ttl"):
+        if keys.get("ttl") not in (None, 0, -1):  # 0: it stays, -1: as the server says
             one.keep_alive = _duration(keys["ttl"], f"{where}: ttl")
         one.warnings += [f"{where}: {key} has no effect" for key in keys if key not in _SWAP_KEYS]
         found.append(one)
@@ -139,8 +153,14 @@ def _swap(content: Mapping[str, tuple[yaml.Node, int]], path: str) -> list[Descr
     return found
 
 
+def _macros(content: Mapping[str, tuple[yaml.Node, int]], path: str) -> dict[str, Any]:
+    if "macros" not in content:
+        return {}
+    return {name: _value(value) for name, (value, _) in _entries(content["macros"][0], path).items()}
+
+
 def _expanded(text: str, macros: Mapping[str, object]) -> str:
-    """The command with its macros; one may name those before it."""
+    """Return the command with its macros expanded; a macro may refer to earlier ones."""
     for _ in range(len(macros) + 1):
         replaced = re.sub(r"\$\{([\w-]+)\}", lambda found: str(macros.get(found[1], found[0])), text)
         if replaced == text:
@@ -150,14 +170,14 @@ def _expanded(text: str, macros: Mapping[str, object]) -> str:
 
 
 def _command(text: str, name: str, where: str) -> Described:
-    """The model of a command that starts llama-server, vLLM or quire."""
-    words = shlex.split(text, comments=True)
+    """Return the model of a command that starts llama-server, vLLM or quire."""
+    words = split_words(text, where)
     program = Path(words[0]).name if words else ""
     if program not in _SERVERS:
         raise ValueError(f"{where}: cmd must start llama-server, vllm or quire, not {program or 'nothing'}")
     words = words[1 + _SERVERS[program] :]
     source, rest = _without_source(words)
-    if source is None:
+    if not source:
         raise ValueError(f"{where}: cmd names no model")
     one = Described(name, source, where)
     one.values, one.warnings = read_flags(_without_address(rest), where)
@@ -191,7 +211,7 @@ def _without_address(words: list[str]) -> list[str]:
 
 
 def _presets(text: str, path: str) -> list[Described]:
-    """A section per model with llama-server's flags as keys; `[*]` has those of all."""
+    """Return a section per model with llama-server's flags as keys; `[*]` has those of all."""
     parser = configparser.RawConfigParser(delimiters=("=",), comment_prefixes=("#", ";"))
     parser.optionxform = str
     lines = text.splitlines()
@@ -212,9 +232,10 @@ def _presets(text: str, path: str) -> list[Described]:
 def _preset(name: str, keys: dict[str, str], shared: dict[str, str], where: str) -> Described:
     both = {**shared, **keys}
     source, _ = _without_source(_words(both))
-    one = Described(name, source or name, where)
-    one.pinned = both.get("load-on-startup", "false").lower() in ("1", "true", "on", "yes")
-    for part in (shared, keys):  # read apart: a section may spell a flag of all models in another way
+    one = Described(name.strip(), source or name.strip(), where)
+    one.pinned = both.get("load-on-startup", "false").lower() in _ON
+    one.aliases = [alias.strip() for key in _ALIASES for alias in keys.get(key, "").split(",") if alias.strip()]
+    for part in (shared, keys):  # read separately: a section may spell a shared flag differently
         _, rest = _without_source(_words(part))
         values, warnings = read_flags(_without_address(rest), where)
         one.values |= values
@@ -225,18 +246,32 @@ def _preset(name: str, keys: dict[str, str], shared: dict[str, str], where: str)
 def _words(keys: dict[str, str]) -> list[str]:
     words: list[str] = []
     for key, value in keys.items():
-        flag = _flag(key)
-        if key in ("load-on-startup", "stop-timeout"):
-            continue
-        if value.lower() in ("true", "on") and flag in rows() and rows()[flag].takes == SWITCH:
-            words.append(flag)
-        else:
-            words += [flag, value]
+        if key not in _NOT_FLAGS:
+            flag = _flag(key)
+            words += _switch(flag, value.lower()) if _is_switch(flag) else [flag, value]
     return words
 
 
+def _is_switch(flag: str) -> bool:
+    if flag in rows():
+        return rows()[flag].takes == SWITCH
+    option = find_option(flag.removeprefix("--no-")) or find_option(flag.removeprefix("--"))
+    return option is not None and option.type is bool
+
+
+def _switch(flag: str, value: str) -> list[str]:
+    """Return the words of a flag without a value that a preset turns on or off."""
+    if value in _ON:
+        return [flag]
+    if value not in _OFF:
+        return [f"{flag}={value}"]  # refused with its name
+    name = flag.removeprefix("--no-").removeprefix("--")
+    opposite = f"--{name}" if flag.startswith("--no-") else f"--no-{name}"
+    return [opposite] if opposite in rows() or find_option(name) is not None else []
+
+
 def _flag(key: str) -> str:
-    """The flag of a key, which may be its variable: ctx-size, c, LLAMA_ARG_CTX_SIZE."""
+    """Return the flag of a key, which may be its variable: ctx-size, c, LLAMA_ARG_CTX_SIZE."""
     if key.startswith("LLAMA_ARG_") and (row := rows().get(key)) is not None:
         same = (name for name, one in rows().items() if name.startswith("--") and one.group is row.group)
         key = next(same, key).removeprefix("--")
@@ -246,28 +281,24 @@ def _flag(key: str) -> str:
 # ---- YAML with lines
 
 
-def _compose(text: str, path: str) -> yaml.Node:
-    try:
-        root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        at = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path}{at}: not valid YAML: {problem or error}") from None
-    if root is None:
-        raise ValueError(f"{path}: it is empty")
-    return root
-
-
 def _entries(node: yaml.Node, path: str) -> dict[str, tuple[yaml.Node, int]]:
-    """The values of a mapping, each with the line of its key."""
+    """Return the values of a mapping, each with the line of its key; those that it merges (`<<`) last."""
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"{_at(node, path)}: expected `key: value` lines")
     found: dict[str, tuple[yaml.Node, int]] = {}
+    merged: list[yaml.Node] = []
     for key, value in node.value:
         line = key.start_mark.line + 1
+        if key.tag == _MERGE:
+            merged += value.value if isinstance(value, yaml.SequenceNode) else [value]
+            continue
+        if not isinstance(key, yaml.ScalarNode):
+            raise ValueError(f"{path}, line {line}: a key must be a text")
         if key.value in found:
             raise ValueError(f"{path}, line {line}: {key.value} is given twice")
         found[key.value] = (value, line)
+    for other in merged:
+        found = _entries(other, path) | found
     return found
 
 

@@ -1,4 +1,4 @@
-"""The memory that a model takes once it is loaded."""
+"""The memory that a loaded model takes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 from quire.checkpoints.sizes import format_each
 from quire.engine.messages import MemoryPlan
 
-SHARE = 8  # a model's KV cache takes at most this part of the budget, unless its flags say more
-LEAST_TOKENS = 2048  # of context that a model must have room for
+SHARE = 8  # a model's KV cache takes at most 1 / SHARE of the budget, unless its flags say more
+LEAST_TOKENS = 2048  # of context for which a model must have room
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a model before it is loaded, in bytes; `error` says why there is none."""
 
     weights: int = 0
-    others: int = 0  # activations, graphs, states, images, adapters, offloaded blocks
+    others: int = 0  # bytes of activations, graphs, states, images, adapters, offloaded blocks
     process: int = 0  # of RAM that an engine takes before it has a model, if the model shares it
     kv_cache: int = 0
     bytes_per_token: int = 0
@@ -51,8 +51,8 @@ class Need:
 
 
 def need_of(planned: Planned, budget: int, asked: int | None) -> Need:
-    """Return what a model takes of a budget. Its KV cache is `asked` bytes if its settings say so; otherwise it gets at
-    most a share of the budget, and what the weights leave of it.
+    """Return what a model takes of a budget, in bytes. Its KV cache is `asked` bytes if its settings say so; otherwise
+    at most a share of the budget and at most what the weights leave.
     """
     others = planned.others + planned.process
     fixed = planned.weights + others
@@ -70,5 +70,5 @@ def loaded_need(plan: MemoryPlan, process: int) -> Need:
 
 
 def guessed_need(file_bytes: int, budget: int) -> Need:
-    """Return the need of a model of which there is no plan, from the size of its files."""
+    """Return the need of a model without a plan, from the size of its files."""
     return Need(file_bytes, file_bytes // 10 + (256 << 20), min(budget // SHARE, 1 << 30), True)

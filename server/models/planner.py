@@ -23,9 +23,7 @@ _ENDED = "the process that plans models ended"
 
 
 class Planner:
-    """`plans` has a future of each model's plan, by name. `run` fills them all, and a plan that is waited for goes
-    first.
-    """
+    """`plans` holds a future of each model's plan, by name. `run` fills them all, those that are waited for first."""
 
     def __init__(self, entries: Sequence[ModelEntry]):
         self.entries = {entry.name: entry for entry in entries}
@@ -35,13 +33,13 @@ class Planner:
         self._process: asyncio.subprocess.Process | None = None
 
     async def get(self, name: str) -> Planned:
-        """Return the plan of a model, which goes before those that are not waited for."""
+        """Return the plan of a model, ahead of the plans for which no request waits."""
         if name in self._order:
             self._order.remove(name)
             self._order.insert(0, name)
         return await asyncio.shield(self.plans[name])
 
-    def known(self, name: str) -> Planned | None:
+    def finished(self, name: str) -> Planned | None:
         plan = self.plans[name]
         return plan.result() if plan.done() else None
 
@@ -57,7 +55,7 @@ class Planner:
             await self.close()
 
     async def _plan_all(self) -> None:
-        """Plan until all are planned, or the process ends; then the model that it was planning has no plan."""
+        """Plan until all are planned, or the process ends; then the model being planned has no plan."""
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -87,7 +85,7 @@ class Planner:
                 return
 
     async def close(self) -> None:
-        """End the process; what is not planned has no plan."""
+        """End the process; models that are not planned have no plan."""
         self._order.clear()
         process, self._process = self._process, None
         if process is None or process.returncode is not None:

@@ -1,10 +1,12 @@
-"""The ASGI application of a server of several models: sends each request to the model that it names."""
+"""The ASGI application of a server of several models: routes each request to the model it names."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
+from email.message import Message as Headers
 
 import msgspec
 from starlette.requests import Request
@@ -49,10 +51,10 @@ _EVENTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/mess
 
 
 class _Choice(msgspec.Struct):
-    """The part of a body that chooses the model."""
+    """The fields of a body that choose the model."""
 
     model: str | None = None
-    name: str | None = None  # Ollama's old name of it
+    name: str | None = None  # Ollama's old name of `model`
     keep_alive: str | float | None = None
     stream: bool | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"null")
@@ -64,6 +66,9 @@ class _Choice(msgspec.Struct):
         """Return whether a request of Ollama's only loads or unloads the model."""
         return all(bytes(raw) in (b"null", b'""', b"[]") for raw in (self.prompt, self.messages, self.images))
 
+
+# of a part of a form; other headers of the part may stand before and after it
+_MODEL_FIELD = re.compile(rb'\r\ncontent-disposition:[^\r\n]*;\s*name=("model"|model)\s*(?:;|\r|$)', re.IGNORECASE)
 
 _decode = msgspec.json.Decoder(_Choice).decode
 
@@ -79,7 +84,7 @@ class Chosen:
 
 
 class Router:
-    """`host` answers what belongs to no single model; each model has its own routes while it is loaded."""
+    """Routes to `host` what belongs to no single model; each loaded model has its own routes."""
 
     def __init__(self, host: ASGIApp, state: HostState, models: Models):
         self.host, self.state, self.models = host, state, models
@@ -108,18 +113,18 @@ class Router:
         await send_json(send, error.status, body_of(error, request.scope["path"]), error.headers)
 
     def _most_bytes(self, path: str) -> int:
-        """The largest body that any model takes; the model itself then checks its own limit."""
+        """Return the largest body, in bytes, that any model accepts; the model then checks its own limit."""
         if path.startswith("/v1/audio/"):
             return self.state.speech.max_bytes + MAX_FORM_BYTES
         return self.models.most_body_bytes()
 
     def _is_of_model(self, scope: Scope) -> bool:
-        """Return whether a model answers; what has no route is the host's to refuse."""
+        """Return whether a model answers; the host refuses requests without a route."""
         method, path = scope["method"], scope["path"]
         return any(method in methods and pattern.match(path) for methods, pattern in self._of_models)
 
     async def _choose(self, request: Request, raw: bytes | None) -> Chosen:
-        """Raises NotFound and Forbidden for the name, BadRequest for a body that is no object of JSON."""
+        """Return the chosen model. Raises NotFound, Forbidden, and BadRequest if the body is no JSON object."""
         found = _Choice(model=request.query_params.get("model"))
         if raw and _is_json(request):
             # a body of many megabytes is not read on the event loop
@@ -127,7 +132,7 @@ class Router:
             body = await read
             found = msgspec.structs.replace(body, model=body.model or body.name or found.model)
         elif raw:
-            found = _Choice(model=_of_form(raw) or found.model)
+            found = _Choice(model=_of_form(raw, request.headers["content-type"]) or found.model)
         name = _named(found.model, self.state)
         require_model(caller(request), name, self.state)
         if not name:
@@ -155,7 +160,7 @@ class Router:
             await sender.fail(error)
             return
         try:
-            receive = request.receive if raw is None else _again(raw, request.receive)
+            receive = request.receive if raw is None else _replay(raw, request.receive)
             if (app := model.app) is None:  # its engine failed for good in this moment
                 message = f"The model '{model.name}' failed: {model.error}"
                 error = Unavailable(message, code="model_failed", retry_after=2)
@@ -166,7 +171,7 @@ class Router:
             self.models.leave(model)
 
     async def _enter(self, request: Request, chosen: Chosen, sender: _Sender) -> None:
-        """Have the model loaded, while the client is told how far it is. Raises as `Models.enter`, and ClientGone."""
+        """Load the model, reporting progress to the client. Raises as `Models.enter`, and ClientGone."""
         waits = chosen.model.status != LOADED and chosen.streams
         status_task = asyncio.create_task(self._send_status(chosen.model, sender)) if waits else None
         try:
@@ -180,12 +185,12 @@ class Router:
         """Answer /api/show from the files of a model that is not loaded. Returns False if they are not here."""
         if (found := await details_of(model)) is None:
             return False
-        answer = show_answer(found, model, self.models.planner.known(model.name), capabilities(model, self.models))
+        answer = show_answer(found, model, self.models.planner.finished(model.name), capabilities(model, self.models))
         await sse.JsonResponse(answer)(request.scope, request.receive, send)
         return True
 
     async def _send_status(self, model: Model, sender: _Sender) -> None:
-        """Tell a client that waits for events how far the model is."""
+        """Send the model's progress to a client that waits for events."""
         await asyncio.sleep(_SLOW)
         while True:
             how_far = f"{model.state.phase} {model.state.fraction:.0%}" if model.status == LOADING else model.status
@@ -194,7 +199,7 @@ class Router:
 
 
 class _Sender:
-    """Sends an answer that may have begun with comments: then an error is an event."""
+    """Sends an answer that may have begun with comments; an error is then sent as an event."""
 
     def __init__(self, send: Send, scope: Scope):
         self._send, self._scope = send, scope
@@ -235,14 +240,14 @@ def is_wide(path: str) -> bool:
 
 
 def _named(name: str | None, state: HostState) -> str | None:
-    """The name without the tag that Ollama's clients add."""
+    """Return the name without the tag that Ollama's clients add."""
     if name and state.find(name) is None and state.find(name.removesuffix(":latest")) is not None:
         return name.removesuffix(":latest")
     return name
 
 
 def _seconds(keep_alive: str | float | None) -> float | None:
-    """Raises BadRequest for what is no duration."""
+    """Return the seconds of `keep_alive`. Raises BadRequest if it is no duration."""
     if keep_alive in (None, ""):
         return None
     try:
@@ -257,7 +262,7 @@ def _is_json(request: Request) -> bool:
 
 
 def _read(raw: bytes) -> _Choice:
-    """Raises BadRequest."""
+    """Return the fields of a JSON body. Raises BadRequest."""
     try:
         return _decode(raw)
     except msgspec.ValidationError as error:
@@ -270,15 +275,21 @@ def _read(raw: bytes) -> _Choice:
         raise BadRequest(f"The body is not valid JSON: {error}") from None
 
 
-def _of_form(raw: bytes) -> str | None:
-    """The field `model` of a form, which is text: the boundary of the form ends it."""
+def _of_form(raw: bytes, content_type: str) -> str | None:
+    """Return the field `model` of a form, which is text: the boundary of the form ends it."""
+    header = Headers()
+    header["content-type"] = content_type
+    boundary = b"--" + (header.get_boundary() or "").encode("latin-1", "replace")
     head = raw[: 1 << 16] + b"\n" + raw[-(1 << 16) :]  # clients write fields before or after the file
-    _, found, rest = head.partition(b'name="model"\r\n\r\n')
-    return rest.partition(b"\r\n")[0].decode("utf-8", "replace")[:512] or None if found else None
+    for part in head.split(boundary)[1:]:
+        headers, _, value = part.partition(b"\r\n\r\n")
+        if _MODEL_FIELD.search(headers):
+            return value.partition(b"\r\n")[0].decode("utf-8", "replace")[:512] or None
+    return None
 
 
-def _again(raw: bytes, receive: Receive) -> Receive:
-    """Receive a body that was read, and then what the connection brings."""
+def _replay(raw: bytes, receive: Receive) -> Receive:
+    """Return a receive function that replays the read body, then continues with `receive`."""
     unread = [raw]
 
     async def receive_again() -> Message:

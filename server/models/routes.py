@@ -81,7 +81,7 @@ class _Routes:
     # ---- lists
 
     def _visible(self, request: Request, state: HostState) -> list[tuple[str, Model]]:
-        """Return the names that a key may see, adapters included, each with its model."""
+        """Return (name, model) pairs visible to the caller's key, adapters included."""
         found = ((name, state.find(name)) for name in names_for(caller(request), state))
         return [(name, model) for name, model in found if model is not None]
 
@@ -103,7 +103,7 @@ class _Routes:
         return JsonResponse(self._card(state.display_name(name), state.find(name)))
 
     def _card(self, name: str, model: Model) -> ServedCard:
-        planned, adapter = self.models.planner.known(model.name), model.state.adapters.loaded.get(name)
+        planned, adapter = self.models.planner.finished(model.name), model.state.adapters.loaded.get(name)
         length = planned.max_model_len if planned is not None and planned.error is None else None
         size = model.size or (self.models.planned_bytes(model) if planned is not None else None)
         return ServedCard(
@@ -158,9 +158,9 @@ class _Routes:
         return JsonResponse(Done(True))
 
     async def unload(self, request: Request, state: HostState) -> Response:
-        """Unload a model as soon as no request uses it."""
+        """Unload a model as soon as no request uses it; one that loads for none stops."""
         model = await self._named(request, state)
-        if model.status != LOADED:
+        if not self.models.is_present(model):
             raise BadRequest(f"The model '{model.name}' is not loaded.", param="model", code="model_not_loaded")
         self.models.begin_unload(model)
         return JsonResponse(Done(True))
@@ -220,10 +220,10 @@ def status_of(model: Model) -> Status:
 
 
 def capabilities(model: Model, models: Models) -> list[str]:
-    """Return Ollama's names of what a loaded or planned model does."""
+    """Return Ollama's names of the abilities of a loaded or planned model."""
     if model.status == LOADED:
         return abilities(model.state)
-    planned = models.planner.known(model.name)
+    planned = models.planner.finished(model.name)
     if planned is None or planned.error is not None:
         return []
     if planned.transcribes:

@@ -90,7 +90,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self._runtime.state.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
@@ -262,7 +262,7 @@ class LLM:
         return [self._without_default_limit(one) for one in params]
 
     def _without_default_limit(self, params: SamplingParams) -> tuple[GenerationOptions, Structure | None]:
-        """`max_tokens=None` means all that the context holds, not the default."""
+        """Let `max_tokens=None` mean all that the context holds instead of the default."""
         options = params.to_options()
         if options.max_tokens is None:
             options.max_tokens = self._runtime.state.model.max_model_len
@@ -274,7 +274,7 @@ class LLM:
         how: tuple[GenerationOptions, Structure | None],
         **fields: object,
     ) -> GenerationSpec:
-        """`fields` are others of the spec."""
+        """Return the spec of a request; `fields` are other fields of it."""
         options, structure = how
         return GenerationSpec(
             request_id=str(next(self._ids)),
@@ -430,7 +430,7 @@ class LLM:
 
 
 def offline_config(model: str, settings: dict[str, Any]) -> Config:
-    """Checked settings; those of the HTTP server are refused. Raises ValueError."""
+    """Return checked settings; those of the HTTP server are refused. Raises ValueError."""
     for name in settings:
         option = all_options().get(name)
         if option is not None and option.section == "server" and name not in SERVER_SETTINGS:

@@ -14,7 +14,7 @@ from quire.server.api.openai.structure import from_options
 from quire.server.errors import BadRequest
 from quire.server.http.parse_body import bad_request
 from quire.server.request.fields import NEUTRAL, SamplingFields
-from quire.server.request.ngrams import NgramArguments, of_vllm
+from quire.server.request.ngrams import NgramArguments, from_vllm
 from quire.server.request.request import GenerationOptions
 from quire.server.structured.structure import Structure
 
@@ -92,7 +92,7 @@ class SamplingParams(SamplingFields, kw_only=True):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name}: must be a finite number, got {value}")
         options = converted(fields, GenerationOptions)
-        options.no_repeat_ngram = of_vllm(_ngram_arguments(self.extra_args))
+        options.no_repeat_ngram = from_vllm(_ngram_arguments(self.extra_args))
         return options
 
 
@@ -122,7 +122,7 @@ class RequestOutput:
 
 
 def converted(value: object, cls: type[T], path: str = "") -> T:
-    """`value` checked against the type `cls`. Raises ValueError naming the field, below `path`."""
+    """Return `value` checked against the type `cls`. Raises ValueError naming the field, below `path`."""
     try:
         return msgspec.convert(value, cls)
     except msgspec.ValidationError as error:

@@ -9,7 +9,7 @@ from quire.server.api.openai.protocol import ContentPart, Message
 from quire.server.api.openai.tools import Tools, tools_of
 from quire.server.api.openai.translate import template_message
 from quire.server.errors import BadRequest
-from quire.server.offline.images import images_of_prompt, take_pictures
+from quire.server.offline.media import media_of_prompt, take_pictures
 from quire.server.offline.params import converted
 from quire.server.request.limits import ProcessorOptions
 from quire.server.request.tools import Tool
@@ -71,7 +71,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def plain(prompts: Prompt | Sequence[Prompt]) -> list[str] | list[list[int]]:
     """Return prompts that are all texts, or all token ids. Raises ValueError."""
     inputs = [plain_and_fields(prompt) for prompt in as_list(prompts)]
-    if any(fields["images"] for _, fields in inputs):
+    if any(fields["media"] for _, fields in inputs):
         raise ValueError("prompts: images are not supported here, only text")
     plain = [prompt for prompt, _ in inputs]
     if not plain or len({type(prompt) for prompt in plain}) != 1:
@@ -82,18 +82,18 @@ def plain(prompts: Prompt | Sequence[Prompt]) -> list[str] | list[list[int]]:
 def plain_and_fields(prompt: Prompt) -> tuple[str | list[int], dict[str, Any]]:
     """Return a prompt as text or token ids, and other fields of its spec. Raises ValueError."""
     if not isinstance(prompt, dict):
-        return prompt if isinstance(prompt, str) else list(prompt), {"images": []}
+        return prompt if isinstance(prompt, str) else list(prompt), {"media": []}
     known = {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"}
     if unknown := sorted(set(prompt) - known):
         raise ValueError(f"prompts: unknown key {unknown[0]!r}; a prompt has {', '.join(sorted(known))}")
     given = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
     if len(given) != 1:
         raise ValueError("prompts: give exactly one of prompt and prompt_token_ids")
-    images = images_of_prompt(prompt)
-    if images and not isinstance(given[0], str):
-        raise ValueError("prompts: images need a prompt given as text, with the model's placeholder for each")
+    media = media_of_prompt(prompt)
+    if media and not isinstance(given[0], str):
+        raise ValueError("prompts: images and videos need a prompt given as text, with a placeholder for each")
     return given[0] if isinstance(given[0], str) else list(given[0]), {
         "cache_salt": prompt.get("cache_salt"),
-        "images": images,
+        "media": media,
         "processor_options": checked_options(prompt.get("mm_processor_kwargs")),
     }

@@ -68,7 +68,7 @@ async def transcribe_file(
         file, size = _opened(audio, stack)
         pieces = await state.speech.open_file(file, size, Cutting(), TURN)
         transcription = transcription_of(state, spec, pieces)
-        async with aclosing(transcription.said()) as found:
+        async with aclosing(transcription.texts()) as found:
             said = [one async for one in found]
     text = joined(said, transcription.language)
     segments = [segment for one in said for segment in one.segments]

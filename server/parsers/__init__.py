@@ -13,7 +13,7 @@ Parse each choice of a request:
     events = parser.push(text)                                                      # as the text arrives
     events = parser.finish()                                                        # once, at the end
 
-`JsonWriter` makes JSON of all arguments; `model_json.read` takes such text back.
+`JsonWriter` turns all arguments into JSON; `model_json.read` parses such text.
 
 Either format may be None. A `ToolCallBegin` without `call_id` gets `tool_format.call_id(name, index)`, or if that is
 None, an id of the dialect's own.

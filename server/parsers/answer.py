@@ -1,4 +1,4 @@
-"""The parser of one choice: thoughts, then content with calls in it, in any number and order."""
+"""The parser of one choice: thoughts and content with calls, in any number and order."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class _Answer:
                 return
 
     def _content(self) -> Wait[bool]:
-        """Yield content up to a block of thoughts or calls, and the block. False at the end of the text."""
+        """Yield content up to a block of thoughts or calls, and the block. Return False at the end of the text."""
         reader = self._reader
         while (marker := (yield from reader.text_until(self._markers, reader.content))) is not None:
             num_spaces = reader.text.index(marker, reader.position) - reader.position
             spaces = reader.text[reader.position : reader.position + num_spaces]
-            if reader.code.inside(spaces):
+            if reader.code.is_inside(spaces):
                 reader.content(reader.take(num_spaces + len(marker)))
                 continue
             reader.take(num_spaces)
@@ -101,7 +101,7 @@ class _Answer:
         return False
 
     def _finds_calls(self, marker: str) -> Wait[bool]:
-        """Read calls at `marker`, which is next. False if there is none: the marker is next again."""
+        """Read calls at `marker`, which is next. Return False if there is none; the marker then stays unread."""
         num_calls = self._reader.num_calls
         found = yield from self._reader.attempt(self._format.read(self._reader, marker, self._tools))
         return found or self._reader.num_calls > num_calls
@@ -127,7 +127,7 @@ class _Answer:
             reader.reasoning(spaces)
 
     def _first_calls(self) -> Wait[None]:
-        """Calls without a marker of their own, which are calls only where content could begin."""
+        """Read calls without a marker, which count as calls only where content could begin."""
         while self._first and (yield from self._reader.attempt(self._first_call())):
             yield from self._end_block()
 
@@ -140,7 +140,7 @@ class _Answer:
         raise Malformed
 
     def _end_block(self, before: str = "") -> Wait[None]:
-        """White space around a block belongs to it, and the next text starts a new line."""
+        """End a block: the white space around it belongs to it, and the next text starts a new line."""
         reader = self._reader
         yield from reader.skip_space()
         reader.gap(before)

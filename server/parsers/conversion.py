@@ -1,4 +1,4 @@
-"""The JSON value that a model means with plain text, by the schema of the argument."""
+"""Converts a model's plain text to a JSON value, by the schema of the argument."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ArgumentTypes:
         return list(self._properties)
 
     def types(self, name: str) -> frozenset[str]:
-        """Return the types that the schema allows; empty if it allows any, or does not say."""
+        """Return the types that the schema allows; empty if it allows any or names none."""
         return self._types(self._properties.get(name), _MAX_DEPTH)
 
     def is_text(self, name: str) -> bool:
@@ -70,8 +70,8 @@ class ArgumentTypes:
         return place if reference.startswith("#") else None
 
     def convert(self, name: str, text: str) -> str:
-        """JSON text of the value that `text` means for this argument: the first allowed type that it can be; a string
-        if it can be none.
+        """Return the JSON text of the value that `text` means for this argument: the first allowed type that fits, else
+        a string.
         """
         types, stripped = self.types(name), text.strip()
         if types == {"string"} or not stripped:
@@ -99,8 +99,8 @@ def _is_text(value: Json) -> bool:
 
 
 def literal(text: str) -> str | None:
-    """Return the JSON of the value that `text` is in JSON or Python; None if it is a plain word or text. The first
-    quote tells which escapes are meant.
+    """Return the JSON of the value that `text` is in JSON or Python; None if it is plain text. The first quote decides
+    which escapes apply.
     """
     if NUMBER.fullmatch(text):
         return text

@@ -1,6 +1,6 @@
 """The events of a parser: content, reasoning and tool calls, in the order of the text.
 
-A parser sees one choice. Cutting the text into other pieces changes where events are cut, never what they add up to.
+A parser sees one choice. Splitting the text differently changes where events are split, never their concatenation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ToolCallBegin:
 
 @dataclass(slots=True, frozen=True)
 class ToolCallArguments:
-    """More of a call's arguments: JSON text for a function, plain text for a custom tool."""
+    """The next part of a call's arguments: JSON text for a function, plain text for a custom tool."""
 
     index: int
     text: str
@@ -53,4 +53,4 @@ class OutputParser(Protocol):
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """The text has ended."""
+        """End the text."""

@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss, in which thoughts, calls and content are messages of one kind.
+"""Harmony, the format of gpt-oss, in which thoughts, calls and content are all messages.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
     <|message|>{...}<|call|>   or   <|channel|>final<|message|>...<|return|>
@@ -32,7 +32,7 @@ from quire.server.parsers.tools.base import (
 
 _CHANNEL, _START, _MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_STRAYS = (_MESSAGE, "<|constrain|>")  # within a message
+_STRAYS = (_MESSAGE, "<|constrain|>")  # dropped within a message
 _MARKERS = Markers((*_ENDS, _START, _CHANNEL, *_STRAYS))
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -69,7 +69,7 @@ class HarmonyTools(ToolFormat):
         return read_harmony(reader)
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
-        """Covers the whole answer, thoughts included. The model stops after a call, so there is at most one."""
+        """Return the structure of the whole answer, with thoughts. The model stops after a call: at most one."""
         if not needs_structure(tools, required, parallel):
             return None
         messages = [_message("analysis"), _message("commentary")]
@@ -89,7 +89,7 @@ def _message(channel: str) -> Format:
 
 
 def _call(tool: Tool, required: bool) -> Format:
-    """Return a call up to its `<|call|>`, which ends generation and is no text of the grammar."""
+    """Return a call up to its `<|call|>`, which ends generation and is not part of the grammar."""
     header = f"{_CHANNEL}commentary to=functions.{tool.name} <|constrain|>json{_MESSAGE}"
     return sequence(text(header), arguments(tool, required, json_schema))
 
@@ -104,7 +104,7 @@ def read_harmony(reader: Reader, opened: bool = False, may_call: bool = True) ->
 
 
 def _read_stray(reader: Reader) -> Wait[None]:
-    """Yield text up to the next message; a marker that begins none is dropped."""
+    """Yield text up to the next message; drop a marker that begins none."""
     for marker in HARMONY.markers:
         if (yield from reader.accept(marker)):
             return
@@ -124,7 +124,7 @@ def _read_message(reader: Reader, may_call: bool) -> Wait[None]:
         yield from _read_arguments(reader)
     elif to_function or not (recipient or (channel and channel[1] == "analysis")):
         yield from _read_body(reader, reader.content)
-    else:  # thoughts, or the call of a built-in tool, which is the model's own affair
+    else:  # thoughts, or the call of a built-in tool, which the client does not see as a call
         yield from _read_body(reader, reader.reasoning)
 
 
@@ -148,7 +148,7 @@ def _read_body(reader: Reader, emit: Callable[[str], None]) -> Wait[None]:
 
 
 def _read_arguments(reader: Reader) -> Wait[None]:
-    """Arguments; text that is not JSON up to the end of the message is content."""
+    """Read arguments; if the message is not JSON up to its end, the text is content."""
     yield from reader.skip_space()
     if not (yield from reader.starts_with("<|")):
         yield from json_text.arguments(reader, _MARKERS)

@@ -1,4 +1,4 @@
-"""Reads JSON text as it arrives. `JsonWriter` decides what is JSON, and where a value ends."""
+"""Reads JSON text as it arrives. `JsonWriter` decides whether text is JSON, and where a value ends."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def value(reader: Reader, writer: JsonWriter, ends: Markers = _NO_MARKERS) -> Wa
 
 
 def _num_quoted(reader: Reader, quote: str, size: int) -> Wait[int]:
-    """Return how much of the text from a marker of `size` characters on, which is in a string, is text of the string:
-    none if the string does not end as one of a JSON text does.
+    """Return how many characters, from a marker of `size` characters on, are text of the string that it is in: 0 if
+    the string does not end as a JSON string does.
     """
     while True:
         ahead = reader.text[reader.position : reader.position + QUOTED_LIMIT]
@@ -83,7 +83,7 @@ def _push_all(writer: JsonWriter, text: str) -> None:
 
 
 def closers(reader: Reader) -> Wait[None]:
-    """Read closing brackets that close nothing."""
+    """Read unmatched closing brackets."""
     while (yield from reader.at_least(1)):
         reader.take(_CLOSERS.match(reader.text, reader.position).end() - reader.position)
         if reader.position < len(reader.text):
@@ -91,7 +91,7 @@ def closers(reader: Reader) -> Wait[None]:
 
 
 def close(reader: Reader, marker: str) -> Wait[None]:
-    """Read the end marker of a call, after brackets that close nothing."""
+    """Read the end marker of a call, after unmatched closing brackets."""
     yield from reader.skip_space()
     yield from closers(reader)
     yield from reader.skip_space()
@@ -146,7 +146,7 @@ def _escape(reader: Reader) -> Wait[str]:
     try:
         return read(f'"{text}"')
     except ValueError:
-        return text  # no escape of JSON's
+        return text  # not a JSON escape
 
 
 def _one_escape(reader: Reader) -> Wait[str]:

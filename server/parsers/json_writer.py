@@ -15,7 +15,7 @@ _ATOM = re.compile(r"[\w.+\-]+")
 _PLAIN = {quote: re.compile(rf"[^{quote}\"\\\x00-\x1f\ud800-\udfff]+") for quote in "\"'"}
 # one escape, with the second half of a surrogate pair
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
-# what more text may make another escape
+# text that may continue as another escape
 _OPEN_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?"
 )
@@ -61,9 +61,9 @@ class JsonWriter:
         self._num_closers = 0  # for the brackets that were handed out
         self._expects = "value"  # "key", "colon" or "next" (a comma or a closing bracket)
         self._after_opening = self._after_comma = False
-        self._quote = ""  # for the string that is being read
+        self._quote = ""  # of the string being read
         self._is_key = False
-        self._rest = ""  # an escape or atom that may go on
+        self._rest = ""  # an escape or atom that may continue
         self.emitted = False  # something was handed out
         self.done = False
 
@@ -76,8 +76,8 @@ class JsonWriter:
         return self._quote
 
     def push(self, text: str) -> int:
-        """Return the number of characters that belong to the value: fewer than there are if it is `done`, or if the
-        next one cannot be in it.
+        """Return the number of characters that belong to the value: fewer than given if the value is `done`, or if the
+        next character cannot be part of it.
         """
         known = len(self._rest)
         text, self._rest = self._rest + text, ""
@@ -91,7 +91,7 @@ class JsonWriter:
         return max(position - known, 0)
 
     def close(self, cut: bool = False) -> None:
-        """End the value here. With `cut`, a number or word that may not be complete is left out."""
+        """End the value here. With `cut`, a possibly incomplete number or word is left out."""
         if self._rest and not self._quote and not cut:
             self._atom(self._rest)
         self._rest = ""
@@ -110,7 +110,7 @@ class JsonWriter:
     # ---- tokens
 
     def _token(self, text: str, position: int) -> int:
-        """Take what begins here outside of strings. 0 if it cannot be here."""
+        """Read the token that begins here, outside of strings; return its length, 0 if it is invalid here."""
         if found := _SPACES.match(text, position):
             if self._closers:
                 self._pending.append(found.group())
@@ -151,7 +151,7 @@ class JsonWriter:
         return 1
 
     def _closing(self, character: str) -> int:
-        """A closing bracket also closes those within that were left open."""
+        """Write a closing bracket, after those of nested values left open."""
         complete = self._expects == "next" or self._after_opening or self._after_comma
         if character not in self._closers or not complete:
             return 0
@@ -221,7 +221,7 @@ class JsonWriter:
     # ---- output
 
     def _write(self, text: str) -> None:
-        """Part of a key, or of a value, which is handed out with all before it."""
+        """Write a part of a key, or a part of a value, which releases all pending text."""
         if self._is_key:
             self._pending.append(text)
             return

@@ -23,8 +23,8 @@ _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 
 @dataclass(frozen=True)
 class Style:
-    """Python's literals, and with `quote` strings between two of those markers, and keys without quotes. `ends` are
-    markers that end a string without its own end.
+    """Python's literals, plus unquoted keys and, with `quote`, strings between two of those markers. `ends` are markers
+    that end a string without its own end.
     """
 
     quote: str = ""
@@ -46,7 +46,7 @@ PYTHON = Style()
 def to_json(text: str, style: Style = PYTHON) -> str | None:
     """Return the JSON text of a literal; None if `text` is none."""
     reader, pieces = Reader(), []
-    reader.feed(text + "\n")  # the text of a number or word is known to be complete when something follows
+    reader.feed(text + "\n")  # a number or word is known to be complete only when more text follows
     reader.ended = True
     try:
         for _ in value(reader, pieces.append, style):
@@ -85,7 +85,7 @@ def value(reader: Reader, emit: Emit, style: Style = PYTHON) -> Wait[None]:
 
 
 def _closes(reader: Reader, emit: Emit, closers: list[str]) -> Wait[bool]:
-    """Read a closing bracket if it is next. It also closes those within that were left open."""
+    """Read a closing bracket if it is next. It also closes nested brackets left open."""
     yield from reader.skip_space()
     bracket = yield from reader.peek()
     if bracket not in _CLOSERS.values() or (bracket != closers[-1] and bracket not in closers):
@@ -129,8 +129,8 @@ def _scalar(reader: Reader, emit: Emit, style: Style) -> Wait[None]:
 
 
 def _opening(reader: Reader) -> Wait[str]:
-    """Prefix and quotes of the string that comes next; "" if none does. Two quotes are an empty string unless a third
-    follows.
+    """Read the prefix and quotes of the string that comes next; "" if none does. Two quotes are an empty string unless
+    a third follows.
     """
     for num_chars in range(1, 6):
         if not (yield from reader.at_least(num_chars)):

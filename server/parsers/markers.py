@@ -1,4 +1,4 @@
-"""Finds marker strings in text that arrives in pieces, and knows which text is quoted code."""
+"""Finds marker strings in text that arrives in pieces, and detects quoted code."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class CodeSpans:
     _PIECES = re.compile(r"`+|~+|\n|[^`~\n]+")
 
     def __init__(self) -> None:
-        self._fence = ""  # that opened the block
+        self._fence = ""  # the fence that opened the block
         self._span = 0  # backticks that opened the span
         self._run = ""  # backticks or tildes just before this place
         self._run_begins_line = False
         self._line_is_blank = True
 
-    def inside(self, space: str) -> bool:
+    def is_inside(self, space: str) -> bool:
         """Return whether a marker that follows the text and then the white space `space` is in code."""
         self._end_run(space[:1])
         return bool(self._fence or (self._span and "\n" not in space))

@@ -1,4 +1,4 @@
-"""JSON text that a model wrote: read as a value, or handed on as JSON in one line.
+"""Handles JSON text that a model wrote: parses it, or passes it on as JSON in one line.
 
 A model may write half of a surrogate pair (`"\\ud83d"`), for which UTF-8 has no bytes, and numbers that no float holds
 (`1e999`). Halves become U+FFFD. Numbers are never changed: text with one that Python cannot hold is not read.
@@ -24,7 +24,7 @@ _ESCAPES = re.compile(
 
 
 def without_halves(json_text: str) -> str:
-    r"""JSON text with `\ufffd` for every escape that is half of a surrogate pair."""
+    r"""Return JSON text with `\ufffd` for every escape that is half of a surrogate pair."""
     if "\\ud" not in json_text.lower():
         return json_text
     return _ESCAPES.sub(lambda found: "\\ufffd" if found["half"] else found.group(), json_text)
@@ -58,19 +58,19 @@ def json_string(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text` as part of a JSON string."""
+    """Return `text` escaped for the inside of a JSON string."""
     return json_string(text)[1:-1]
 
 
 def atom(text: str) -> str:
-    """JSON text of a word or number in JSON's or Python's notation; a word of no meaning is a string."""
+    """Return the JSON text of a word or number in JSON's or Python's notation; any other word becomes a string."""
     if NUMBER.fullmatch(text):
         return text
     return WORDS.get(text.lower()) or _number(text) or json_string(text)
 
 
 def _number(text: str) -> str | None:
-    """JSON text of a number in Python's notation: 0x1F, 1_000, .5, 1."""
+    """Return the JSON text of a number in Python's notation: 0x1F, 1_000, .5, 1."""
     try:
         return str(int(text, 0))
     except ValueError:

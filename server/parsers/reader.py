@@ -1,5 +1,5 @@
-"""Reads a model's text as it arrives. The formats are written as generators over a `Reader`: they read like the grammar
-of the format, and every `yield` waits for more text.
+"""Reads a model's text as it arrives. The formats are generators over a `Reader`: they read like the format's grammar,
+and every `yield` waits for more text.
 
     ....text already read....|position          |len(text)
                              |<- not read yet ->|
@@ -31,7 +31,7 @@ _SPACES = re.compile(f"[{SPACE}]*")
 
 
 class Malformed(Exception):
-    """The text is not a call after all, or not what a call must go on with. Caught in `Reader.attempt`."""
+    """The text is no call, or not a valid continuation of one. Caught in `Reader.attempt`."""
 
 
 class Cut(Malformed):
@@ -50,7 +50,7 @@ class Reader:
         self._events: list[Event] = []
         self._held: list[str] | None = None
         self._call: JsonWriter | None = None  # the arguments of the call that is being read
-        self._head: tuple[str, str | None] | None = None  # its name and id, until its arguments begin
+        self._head: tuple[str, str | None] | None = None  # name and id of the call, until its arguments begin
         self.spaces = ""  # white space just before the position
         self._gap = ""  # white space around a block of thoughts or calls, if content follows
         self._has_content = False
@@ -60,7 +60,7 @@ class Reader:
         self.position = 0
 
     def take_events(self) -> list[Event]:
-        """Return the events since the last call, neighbours of one kind as one event."""
+        """Return the events since the last time; adjacent events of one kind are merged."""
         events, self._events = self._events, []
         if len(events) <= 1:
             return events
@@ -88,14 +88,14 @@ class Reader:
             self._events.append(Reasoning(text))
 
     def gap(self, before: str = "") -> None:
-        """A block that is no content was read, with this white space before it and `spaces` after it: one of them
-        separates the content around it.
+        """Note that a block other than content was read, preceded by the white space `before` and followed by `spaces`;
+        one of the two separates the content around the block.
         """
         if self._has_content:
             self._gap = self._gap or before or self.spaces
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """A call, which is handed out with the beginning of its arguments: only then was the text held so far the
+        """Begin a call. It is handed out with the beginning of its arguments: until then, the held text may not be a
         call's header.
         """
         self.end_call()
@@ -103,7 +103,7 @@ class Reader:
         self._call = JsonWriter(self._emit_arguments, only_objects=True)
 
     def arguments(self, text: str) -> None:
-        """More arguments of the call that began last. Raises Malformed if they cannot be JSON."""
+        """Add to the arguments of the call that began last. Raises Malformed if they cannot be JSON."""
         taken = self._call.push(text)
         if text[taken:].strip(SPACE):
             raise Malformed
@@ -142,7 +142,7 @@ class Reader:
         return taken
 
     def wait(self) -> Wait[bool]:
-        """Wait for more text. False if the text has ended."""
+        """Wait for more text. Return False if the text has ended."""
         if self.ended:
             return False
         yield
@@ -154,14 +154,14 @@ class Reader:
             raise Cut
 
     def at_least(self, num_chars: int) -> Wait[bool]:
-        """Wait for `num_chars` unread characters. False if the text ends before."""
+        """Wait for `num_chars` unread characters. Return False if the text ends before."""
         while len(self.text) - self.position < num_chars:
             if not (yield from self.wait()):
                 return False
         return True
 
     def starts_with(self, string: str) -> Wait[bool]:
-        """Return whether the unread text begins with `string`. Waits only as long as it may."""
+        """Return whether the unread text begins with `string`. Waits only while the answer depends on more text."""
         while True:
             rest = self.text[self.position : self.position + len(string)]
             if len(rest) == len(string) or not string.startswith(rest):
@@ -191,7 +191,7 @@ class Reader:
             self.take(len(self.text) - self.position)
 
     def peek(self) -> Wait[str]:
-        """Yield the next character, "" at the end of the text."""
+        """Return the next character, "" at the end of the text."""
         yield from self.at_least(1)
         return self.text[self.position : self.position + 1]
 
@@ -217,8 +217,8 @@ class Reader:
             yield from self.need()
 
     def name(self, end: str) -> Wait[str]:
-        """Read up to and with `end`; the text before it, without white space around. It is one line of at most
-        NAME_LIMIT characters. Raises Malformed.
+        """Read up to and including `end`; return the text before it, stripped. It is one line of at most NAME_LIMIT
+        characters. Raises Malformed.
         """
         while True:
             rest = self.text[self.position : self.position + NAME_LIMIT + len(end)]
@@ -246,8 +246,8 @@ class Reader:
         return marker
 
     def value_until(self, markers: Markers, emit: Callable[[str], None]) -> Wait[str]:
-        """Read as `text_until` does, for a value, which a marker must end. Raises Cut; half a marker is not part of the
-        value.
+        """Read as `text_until` does, for a value, which a marker must end. Raises Cut; a partial marker is not part of
+        the value.
         """
         marker = yield from self._text_before(markers, emit, strip=False, in_value=True)
         if marker is None:
@@ -260,7 +260,7 @@ class Reader:
         while True:
             start, marker = markers.find(self.text, self.position)
             partial = len(self.text) - markers.num_partial(self.text, self.position)
-            if marker is None or (partial <= start and (in_value or not self.ended)):  # a longer one may come
+            if marker is None or (partial <= start and (in_value or not self.ended)):  # a longer marker may follow
                 start, marker = min(start, partial), None
             emit(self.take(start - (self._num_spaces(start) if strip else 0) - self.position))
             if marker is not None or not (yield from self.wait()):
@@ -274,12 +274,12 @@ class Reader:
     # ---- trying to read a call
 
     def hold(self) -> None:
-        """Remember the text read from now on, in case that it is no call after all."""
+        """Remember the text read from now on, in case it is no call."""
         self.end_call()
         self._held = []
 
     def hold_member(self) -> None:
-        """The same for a part of the call that is being read."""
+        """Hold a part of the call that is being read."""
         if self._head is None:
             self._held = []
 
@@ -304,8 +304,8 @@ class Reader:
             yield from self.need()
 
     def quoted(self, size: int, pattern: re.Pattern) -> Wait[bool]:
-        """Return whether the marker of `size` characters that is next is text of a value that goes on: the first match
-        of `pattern` after it has the group `end`, or is far away.
+        """Return whether the marker of `size` characters that is next is text of a continuing value: the first match of
+        `pattern` after it has the group `end`, or is far away.
         """
         while True:
             ahead = self.text[self.position + size : self.position + QUOTED_LIMIT]
@@ -317,8 +317,8 @@ class Reader:
                 return False
 
     def attempt(self, reading: Wait[None]) -> Wait[bool]:
-        """Run `reading`. If it finds no call, or the rest of one cannot be read, the text that it held is unread, and
-        the answer is False. If the text ends in a call, the unread rest is syntax, and is dropped.
+        """Run `reading`; return whether it found a complete call. Otherwise the held text becomes unread again. If the
+        text ends within a call, the unread rest counts as syntax and is dropped.
         """
         self.hold()
         try:
@@ -341,6 +341,6 @@ class Reader:
 
 
 def _kind(event: Event) -> tuple:
-    """Equal for events whose texts can be joined."""
+    """Return a key that is equal for events whose texts can be joined."""
     name = event.name if isinstance(event, ToolCallBegin) else None
     return type(event), getattr(event, "index", None), name

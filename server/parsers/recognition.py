@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 HasToken = Callable[[str], bool]  # whether the tokenizer has this string as one token
-Recognize = Callable[[str, HasToken], str | None]  # why a format is that of a chat template's models, or None
+Recognize = Callable[[str, HasToken], str | None]  # the reason why a chat template's models use the format, or None
 
 
 def has(*needles: str) -> Recognize:
-    """Recognizes templates that have all of these strings."""
+    """Return a function that recognizes templates that have all of these strings."""
 
     def recognize(template: str, has_token: HasToken) -> str | None:
         if all(needle in template for needle in needles):

@@ -35,7 +35,7 @@ from quire.server.parsers.tools.qwen3_coder import Qwen3Coder
 
 F = TypeVar("F", ToolFormat, ReasoningFormat)
 
-# The first format that recognizes a template is chosen: the more special ones come first.
+# The first format that recognizes a template is chosen: more specific formats come first.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     HarmonyTools(),
     Qwen3Coder(),
@@ -138,7 +138,7 @@ def choose_tools(template: str | None, has_token: HasToken) -> tuple[ToolFormat 
     """Return the format in which this model writes calls, and why; None if its template knows no tools."""
     if not template:
         return None, "the model has no chat template"
-    if "tools" not in template:  # a mark alone may be that of history or thoughts
+    if "tools" not in template:  # a marker alone may belong to the history or to thoughts
         return None, "the chat template does not use `tools`"
     return _chosen(TOOL_FORMATS, template, has_token, "the chat template does not use `tools`")
 

@@ -37,24 +37,24 @@ class Rendered:
     text: str
     template: ChatTemplate
     thinking: Thinking
-    illustrated: Illustrated | None = None  # for a prompt with images, whose `text` it has
+    illustrated: Illustrated | None = None  # for a prompt with images; has its `text`
 
 
 def render_conversation(conversation: Conversation, state: needs.Prompting) -> Rendered:
-    """Raises BadRequest naming the option at fault."""
+    """Return the rendered conversation. Raises BadRequest naming the option at fault."""
     check_conversation(conversation, state)
     conversation = with_first_messages(conversation, state.model.preset)
     tools = [tool.for_template() for tool in conversation.tools]
     if conversation.tool_choice.mode == "none" and state.config.server.exclude_tools_when_tool_choice_none:
         tools = []
-    images = conversation.images
+    media = conversation.media
     try:
         template = state.tokenizer.template(conversation.chat_template, tools or None)
         messages, tools = _fit_to(template, conversation, tools, state)
         thinking = resolve(conversation.reasoning, template, state.formats)
         documents, variables = conversation.documents, thinking.variables | conversation.chat_template_kwargs
-        if images:
-            placeholders = Placeholders(state.images.placeholder, template)
+        if media:
+            placeholders = Placeholders(state.images.kinds, template)
             messages, tools, documents, variables = map(placeholders.hide, (messages, tools, documents, variables))
         add_generation_prompt = conversation.add_generation_prompt
         if add_generation_prompt is None:
@@ -70,15 +70,15 @@ def render_conversation(conversation: Conversation, state: needs.Prompting) -> R
         )
     except ValueError as error:
         raise BadRequest(f"{str(error)[:1].upper()}{str(error)[1:]}.", param="messages") from error
-    if not images:
+    if not media:
         return Rendered(text, template, thinking)
-    illustrated = Illustrated.join(placeholders.split(text), images, state, "messages")
+    illustrated = Illustrated.join(*placeholders.split(text), media, state, "messages")
     return Rendered(illustrated.text, template, thinking, illustrated)
 
 
 def with_first_messages(conversation: Conversation, preset: Preset) -> Conversation:
-    """Return the conversation with the system prompt of the model's name, unless it begins with one of its own, and
-    the name's first messages after it.
+    """Return the conversation with the system prompt of the model's name, unless it begins with its own, and then with
+    the first messages of that name.
     """
     first, system = list(preset.entry.messages), preset.entry.system
     if not first and not system:
@@ -92,7 +92,7 @@ def with_first_messages(conversation: Conversation, preset: Preset) -> Conversat
 
 
 def check_conversation(conversation: Conversation, state: needs.Settings) -> None:
-    """Raises BadRequest for options that the server does not allow or that contradict each other."""
+    """Raise BadRequest for options that the server does not allow or that contradict each other."""
     if conversation.chat_template is not None and not state.config.server.trust_request_chat_template:
         raise BadRequest(
             "chat_template is only accepted by a server with --trust-request-chat-template.", param="chat_template"
@@ -117,7 +117,7 @@ def _fit_to(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return messages and tools in a form that the template prints. Raises BadRequest if it cannot print them."""
     messages = after_results(conversation.messages)
-    if "developer" not in template.source:  # templates older than the role know it as system
+    if "developer" not in template.source:  # templates older than this role call it system
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
     messages = fit_system_messages(messages, template)
     has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)

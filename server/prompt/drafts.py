@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.server.errors import BadRequest
 from quire.server.prompt.conversation import Rendered, render_conversation, text_of
-from quire.server.prompt.images import Illustrated
+from quire.server.prompt.images import Illustrated, split_at
 from quire.server.prompt.infill import InfillDraft, infill_draft
 from quire.server.request import needs
 from quire.server.request.limits import MAX_CHOICES, MAX_PROMPTS
@@ -20,8 +20,8 @@ class Draft:
     """One prompt: its text, or the token ids that the client gave."""
 
     content: str | list[int]
-    given: str | None = None  # the text that the client gave, if the prompt is that text and is used whole
-    illustrated: Illustrated | None = None  # for a prompt with images, whose `content` it has
+    given: str | None = None  # the client's text, if the prompt is that text, unchanged
+    illustrated: Illustrated | None = None  # for a prompt with images; has its `content`
     before_turn: str = ""  # the text before the user's last message, if the model saves its states there
 
 
@@ -32,7 +32,7 @@ class Drafts:
     each: list[Draft]
     add_special_tokens: bool
     rendered: Rendered | None = None  # of a conversation
-    infill: InfillDraft | None = None  # the text after all prompts, whose middle is asked for
+    infill: InfillDraft | None = None  # the text after all prompts, if their middle is requested
 
 
 def rendered(spec: GenerationSpec, state: needs.Prompting) -> Drafts:
@@ -44,9 +44,10 @@ def rendered(spec: GenerationSpec, state: needs.Prompting) -> Drafts:
         infill = infill_draft(spec, state)
         return Drafts([Draft(text, given=text) for text in spec.prompts], False, infill=infill)
     add_special_tokens = spec.add_special_tokens is not False
-    if spec.images:
+    if spec.media:
         (text,) = spec.prompts
-        joined = Illustrated.join(text.split(state.images.placeholder), spec.images, state, spec.prompt_param)
+        placeholders = {name: kind.placeholder for name, kind in state.images.kinds.items()}
+        joined = Illustrated.join(*split_at(text, placeholders), spec.media, state, spec.prompt_param)
         return Drafts([Draft(joined.text, given=text, illustrated=joined)], add_special_tokens)
     whole = spec.options.truncate_prompt_tokens is None
     each = [Draft(one, given=one if whole and isinstance(one, str) else None) for one in spec.prompts]
@@ -54,7 +55,7 @@ def rendered(spec: GenerationSpec, state: needs.Prompting) -> Drafts:
 
 
 def check_number(spec: GenerationSpec) -> None:
-    """Raises BadRequest for too many prompts or choices."""
+    """Raise BadRequest for too many prompts or choices."""
     num_prompts = len(spec.prompts)
     if num_prompts > MAX_PROMPTS:
         raise BadRequest(f"prompt: {num_prompts} prompts are more than {MAX_PROMPTS}.", param="prompt")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.messages import MediaItem
 from quire.server.errors import BadRequest, ContextLengthExceeded
+from quire.server.media.inputs import counted
 from quire.server.prompt.conversation import Rendered, render_conversation
 from quire.server.prompt.drafts import Draft, Drafts
 from quire.server.prompt.images import Illustrated
@@ -21,7 +22,7 @@ class Prompt:
     """One prompt, not yet truncated."""
 
     ids: list[int]
-    text: str | None = None  # if it was given as text and is used whole
+    text: str | None = None  # if it was given as text and is used unchanged
     media: list[Attached] = field(default_factory=list)
     turn_start: int = 0  # number of tokens before the user's last message, 0: unknown
 
@@ -41,7 +42,7 @@ def encoded(drafts: Drafts, spec: GenerationSpec, state: needs.Encoding) -> list
 
 
 def num_common(before: list[int], ids: list[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the length of the common prefix, in tokens."""
     return next((i for i, (one, other) in enumerate(zip(before, ids)) if one != other), min(len(before), len(ids)))
 
 
@@ -61,17 +62,18 @@ def _prompt(draft: Draft, ids: list[int], spec: GenerationSpec, state: needs.Mod
     if (illustrated := draft.illustrated) is None:
         return Prompt(ids, draft.given)
     model, num_tokens = state.model, illustrated.num_tokens
-    total = len(ids) + num_tokens - sum(owner is not None for owner in illustrated.owners)
+    total = len(ids) + illustrated.num_added
     if total >= model.max_model_len:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {model.max_model_len} tokens. However, your {spec.prompt_param} "
-            f"resulted in {total} tokens, of which {len(illustrated.images)} images take {num_tokens}.",
+            f"resulted in {total} tokens, of which {counted(illustrated.media)} take {num_tokens}.",
             total,
             model.max_model_len,
             param=spec.prompt_param,
         )
     ids, items = _expanded(illustrated, ids, spec.prompt_param)
-    return Prompt(ids, draft.given, [Attached(item, one) for item, one in zip(items, illustrated.leases, strict=True)])
+    attached = [Attached(*one) for one in zip(items, illustrated.leases, illustrated.kinds, strict=True)]
+    return Prompt(ids, draft.given, attached)
 
 
 def _expanded(illustrated: Illustrated | None, ids: list[int], param: str) -> tuple[list[int], list[MediaItem]]:
@@ -83,13 +85,15 @@ def _expanded(illustrated: Illustrated | None, ids: list[int], param: str) -> tu
 
 def encode_conversation(conversation: Conversation, state: needs.Prompting, add_special_tokens: bool) -> list[int]:
     """Return token ids of the rendered template, of any number. Raises BadRequest naming the option at fault."""
-    return encode_rendered(render_conversation(conversation, state), state, add_special_tokens)
+    return encode_rendered(render_conversation(conversation, state), state, add_special_tokens)[0]
 
 
-def encode_rendered(rendered: Rendered, state: needs.Encoding, add_special_tokens: bool) -> list[int]:
-    """Return token ids of a rendered template, of any number. Raises BadRequest."""
+def encode_rendered(
+    rendered: Rendered, state: needs.Encoding, add_special_tokens: bool
+) -> tuple[list[int], list[MediaItem]]:
+    """Return the token ids of a rendered template, without a length limit, and its images. Raises BadRequest."""
     (ids,) = encode_texts([rendered.text], state, add_special_tokens, "messages", may_truncate=True)
-    return _expanded(rendered.illustrated, ids, "messages")[0]
+    return _expanded(rendered.illustrated, ids, "messages")
 
 
 def encode_texts(

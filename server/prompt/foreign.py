@@ -11,13 +11,13 @@ MAX_DEPTH = 64  # levels of objects and lists
 
 
 def is_given(raw: msgspec.Raw | msgspec.UnsetType) -> bool:
-    """Return whether a field of any JSON is there and not null."""
+    """Return whether a field of any JSON type is present and not null."""
     return raw is not msgspec.UNSET and bytes(raw) != b"null"
 
 
 def readable(raw: msgspec.Raw, path: str) -> str:
-    """Return a string as it is, the texts of a list of text parts, and other JSON as JSON, without what only the other
-    server can read and without files in base64. Raises BadRequest naming `path`.
+    """Return a string unchanged, the texts of a list of text parts, and other JSON as JSON, without encrypted parts and
+    base64 files, which only the other server can read. Raises BadRequest naming `path`.
     """
     try:
         value = _readable(msgspec.json.decode(raw), MAX_DEPTH)

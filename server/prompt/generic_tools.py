@@ -46,8 +46,8 @@ def _call(function: dict[str, Any]) -> str:
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Write calls and results as text. Results and the user's text next to them are one message: many templates want
-    user and assistant in turn.
+    """Write calls and results as text. Join results with the user's adjacent text into one message: many templates want
+    alternating user and assistant messages.
     """
     out: list[dict[str, Any]] = []
     after_result = False

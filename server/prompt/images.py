@@ -1,26 +1,29 @@
-"""Images in a prompt: where they stand in its text and among its token ids.
+"""Images and videos in a prompt: their places in its text and among its token ids.
 
-The template writes a placeholder for each image. A placeholder that a client writes into a message is text: it is
+The template writes a placeholder for each. A placeholder that a client writes into a message is text: it is
 replaced while the template renders, and put back afterwards.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.messages import MediaItem
 from quire.server.errors import BadRequest
+from quire.server.media.inputs import MEDIA, MediaInput
 from quire.server.request.request import Conversation, GenerationSpec
 from quire.server.text.chat_template import ChatTemplate
 from quire.server.turns.threads import Deferred
 from quire.server.values import Json
 
 if TYPE_CHECKING:
-    from quire.server.media.inputs import ImageInput, Lease, PreparedImage
+    from quire.server.media.inputs import Lease, MediaKind
+    from quire.server.media.kinds import Kind
     from quire.server.request import needs
 
 R = TypeVar("R")
@@ -32,7 +35,7 @@ R = TypeVar("R")
 def after_images(
     prompt: Conversation | GenerationSpec, state: needs.Images, tenant: str | None, then: Callable[[], R]
 ) -> R | Deferred[R]:
-    """`then()`, once the images of `prompt` are loaded: at once if it has none. Raises BadRequest."""
+    """Return `then()`, once the media of `prompt` are loaded: at once if it has none. Raises BadRequest."""
     load = loading(prompt, state, tenant)
     return then() if load is None else Deferred(load, then)
 
@@ -40,44 +43,47 @@ def after_images(
 def loading(
     prompt: Conversation | GenerationSpec, state: needs.Images, tenant: str | None
 ) -> Callable[[str], Awaitable[None]] | None:
-    """Return a function that loads the images of `prompt`, in turns of the tenant that it is given; None if it has
-    none. Raises BadRequest for options that the model has not.
+    """Return a function that loads the media of `prompt`, in turns of the tenant passed to it; None without media.
+    Raises BadRequest for options that the model does not have.
     """
     param, max_tokens = "messages", None
     if isinstance(prompt, GenerationSpec):
         max_tokens = state.model.max_model_len
         param = prompt.prompt_param
         prompt = prompt.prompts if isinstance(prompt.prompts, Conversation) else prompt
-    if state.images.why_not is not None and isinstance(prompt, Conversation):
-        prompt.messages = [_unseen(message) for message in prompt.messages]
+    unread = [name for name in MEDIA if state.images.reason(name) is not None]
+    if unread and isinstance(prompt, Conversation):
+        prompt.messages = [_unseen(message, unread) for message in prompt.messages]
     if (options := prompt.processor_options) is not None:
         state.images.check_options(options)
-    if not prompt.images:
+    if not prompt.media:
         return None
-    return partial(state.images.load, prompt.images, options, tenant, param, max_tokens)
+    return partial(state.images.load, prompt.media, options, tenant, param, max_tokens)
 
 
 # ---- messages
 
-_UNSEEN = {"type": "text", "text": "[image: this model reads no images]"}
 
 
-def _unseen(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message as a model that reads no images gets it: in the result of a tool, text stands for each image.
+def _unseen(message: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the message for a model that reads no media of `kinds`: in tool results, text replaces each.
 
-    An agent cannot take back what a tool gave, and each of its further requests would be refused. Images that a user
+    An agent cannot take back a tool's result, and each of its further requests would be refused. Media that a user
     attaches are refused when they are loaded.
     """
     content = message.get("content")
     if message["role"] != "tool" or not isinstance(content, list):
         return message
-    texts = [(_UNSEEN if part["type"] == "image" else part)["text"] for part in content]
-    return message | {"content": "\n".join(texts)}
+    return message | {"content": [_said(part) if part["type"] in kinds else part for part in content]}
+
+
+def _said(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": f"[{part['type']}: this model reads no {part['type']}s]"}
 
 
 def after_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the images in results of tools moved to a message of the user after them: templates
-    print text only in results.
+    """Return the messages with media in tool results moved to a user message after them: templates print only text in
+    results.
     """
     out: list[dict[str, Any]] = []
     moved: list[dict[str, Any]] = []
@@ -85,7 +91,7 @@ def after_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if message["role"] == "tool":
             content = message["content"]
             if isinstance(content, list):
-                moved += [part for part in content if part["type"] == "image"]
+                moved += [part for part in content if part["type"] in MEDIA]
                 texts = [part["text"] for part in content if part["type"] == "text"]
                 message = message | {"content": "\n".join(texts)}
         elif moved:
@@ -105,86 +111,148 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 class Placeholders:
     """Hides placeholders in client text while a template renders it, and finds those of the template."""
 
-    def __init__(self, placeholder: str, template: ChatTemplate):
-        self._placeholder = placeholder
-        self._part = template.image_part(placeholder)
-        self._hidden = f"placeholder{secrets.token_hex(16)}"
+    def __init__(self, kinds: Mapping[str, Kind], template: ChatTemplate):
+        self._texts = {name: kind.placeholder for name, kind in kinds.items()}
+        self._parts = {name: template.media_part(name, text) for name, text in self._texts.items()}
+        salt = secrets.token_hex(16)
+        self._hidden = {text: f"placeholder{i}{salt}" for i, text in enumerate(self._all_texts(kinds))}
+
+    def _all_texts(self, kinds: Mapping[str, Kind]) -> list[str]:
+        """Return the placeholders, and the tokens in them: a client's text may have neither. Longest first."""
+        texts = {*self._texts.values(), *(kind.token for kind in kinds.values())}
+        return sorted(texts, key=len, reverse=True)
 
     def hide(self, value: Json) -> Any:
-        """JSON data without placeholders, and with image parts in the form that the template takes."""
+        """Return JSON data without placeholders, and with media parts in the form that the template takes."""
         if isinstance(value, str):
-            return value.replace(self._placeholder, self._hidden)
+            for text, hidden in self._hidden.items():
+                value = value.replace(text, hidden)
+            return value
         if isinstance(value, list):
             return [self.hide(item) for item in value]
         if not isinstance(value, dict):
             return value
-        if "image" in value and value.get("type") == "image":
-            return self._part
+        kind = value.get("type")
+        if kind in self._parts and isinstance(value.get(kind), MediaInput):
+            return self._parts[kind]
         return {self.hide(name): self.hide(item) for name, item in value.items()}
 
-    def split(self, text: str) -> list[str]:
-        """Return the parts of a rendered text between its images."""
-        return [part.replace(self._hidden, self._placeholder) for part in text.split(self._placeholder)]
+    def split(self, text: str) -> tuple[list[str], list[str]]:
+        """Return the parts of a rendered text between its media, and the kinds of these."""
+        parts, kinds = split_at(text, self._texts)
+        return [self._shown(part) for part in parts], kinds
+
+    def _shown(self, text: str) -> str:
+        for original, hidden in self._hidden.items():
+            text = text.replace(hidden, original)
+        return text
+
+
+def split_at(text: str, placeholders: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the parts of `text` between the placeholders, given by kind, and the kind of each that was found."""
+    names = {placeholder: name for name, placeholder in placeholders.items()}
+    pieces = re.split("(" + _any_of(names) + ")", text)
+    return pieces[::2], [names[found] for found in pieces[1::2]]
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
 
 
 # ---- text and ids
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A token in the text: how often it is repeated for which part of the media; None for one of the client's text."""
+
+    part: int | None = None
+    count: int = 1
+
+
 @dataclass(slots=True)
 class Illustrated:
-    """A prompt with images: `text` holds what stands for each of them, with every run of image tokens as one."""
+    """A prompt with media: `text` has their placeholders, with every run of tokens as one."""
 
     text: str
-    leases: list[Lease]
-    owners: list[tuple[int, int] | None]  # for each image token in `text`: its image, and how often it is repeated
-    token: str
-    token_id: int
+    media: list[MediaInput]
+    runs: list[_Run]  # of each placeholder token in `text`
+    tokens: dict[str, int]  # the placeholder tokens and their ids
 
     @classmethod
-    def join(cls, parts: Sequence[str], inputs: Sequence[ImageInput], state: needs.Media, param: str) -> Illustrated:
-        """`parts` with the images between them. Raises BadRequest if there are not as many images as gaps."""
-        if len(inputs) != len(parts) - 1:
-            raise BadRequest(
-                f"{param}: the prompt has {len(parts) - 1} placeholders for {len(inputs)} images.", param=param
-            )
-        token = state.images.image_token
-        leases = [one.lease for one in inputs]
-        texts, owners = [parts[0]], [None] * parts[0].count(token)
-        for i, (lease, part) in enumerate(zip(leases, parts[1:], strict=True)):
-            image = lease.image
-            texts += [image.text, part]
-            owners += [(i, count) for count in image.counts]
-            owners += [None] * part.count(token)
-        return cls("".join(texts), leases, owners, token, state.images.image_token_id)
+    def join(
+        cls, parts: Sequence[str], kinds: Sequence[str], inputs: Sequence[MediaInput], state: needs.Media, param: str
+    ) -> Illustrated:
+        """Return `parts` with the media between them, of these `kinds`. Raises BadRequest unless there is one input per
+        gap.
+        """
+        media = _in_order(kinds, inputs, param)
+        tokens = {kind.token: kind.token_id for kind in state.images.kinds.values()}
+        pattern = re.compile(_any_of(tokens))
+        texts, runs, first = [parts[0]], [_Run()] * len(pattern.findall(parts[0])), 0
+        for one, part in zip(media, parts[1:], strict=True):
+            medium = one.lease.medium
+            texts += [medium.text, part]
+            runs += [_Run(first + i, count) for i, found in enumerate(medium.parts) for count in found.counts]
+            runs += [_Run()] * len(pattern.findall(part))
+            first += len(medium.parts)
+        return cls("".join(texts), media, runs, tokens)
 
     @property
-    def images(self) -> list[PreparedImage]:
-        return [lease.image for lease in self.leases]
+    def leases(self) -> list[Lease]:
+        """Return the lease of each part of the media."""
+        return [one.lease for one in self.media for _ in one.lease.medium.parts]
+
+    @property
+    def kinds(self) -> list[MediaKind]:
+        """Return the kind of each part of the media."""
+        return [one.kind for one in self.media for _ in one.lease.medium.parts]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all images."""
-        return sum(image.num_tokens for image in self.images)
+        """Return the number of tokens of all media."""
+        return sum(one.lease.medium.num_tokens for one in self.media)
+
+    @property
+    def num_added(self) -> int:
+        """Return the number of tokens that `expand` adds."""
+        return sum(run.count - 1 for run in self.runs)
 
     def expand(self, ids: list[int], param: str) -> tuple[list[int], list[MediaItem]]:
-        """`ids` of `text` with the image tokens repeated, and where each image is."""
-        if ids.count(self.token_id) != len(self.owners):
-            raise BadRequest(f"{param}: '{self.token}' in a text next to an image cannot be told from it.", param=param)
+        """Return `ids` of `text` with the placeholder tokens repeated, and the place of each part of the media."""
+        token_ids = frozenset(self.tokens.values())
+        places = [place for place, token_id in enumerate(ids) if token_id in token_ids]
+        if len(places) != len(self.runs):
+            names = "' or '".join(self.tokens)
+            raise BadRequest(f"{param}: '{names}' in a text next to an image cannot be told from it.", param=param)
         out: list[int] = []
         spans: dict[int, tuple[int, int]] = {}
         end = 0
-        for owner in self.owners:
-            start, end = end, ids.index(self.token_id, end)
-            out += ids[start:end]
-            number, count = owner or (None, 1)
-            if number is not None:
-                first = spans.get(number, (len(out), 0))[0]
-                spans[number] = first, len(out) + count
-            out += [self.token_id] * count
-            end += 1
+        for place, run in zip(places, self.runs, strict=True):
+            out += ids[end:place]
+            if run.part is not None:
+                first = spans.get(run.part, (len(out), 0))[0]
+                spans[run.part] = first, len(out) + run.count
+            out += [ids[place]] * run.count
+            end = place + 1
         out += ids[end:]
-        items = [
-            MediaItem(image.key, first, last - first, image.num_tokens, image.path, image.grid)
-            for image, (first, last) in zip(self.images, (spans[i] for i in range(len(self.images))), strict=True)
+        return out, self._items(spans)
+
+    def _items(self, spans: dict[int, tuple[int, int]]) -> list[MediaItem]:
+        parts = [part for one in self.media for part in one.lease.medium.parts]
+        return [
+            MediaItem(part.key, first, last - first, part.num_tokens, part.path, part.grid, part.time)
+            for part, (first, last) in zip(parts, (spans[i] for i in range(len(parts))), strict=True)
         ]
-        return out, items
+
+
+def _in_order(kinds: Sequence[str], inputs: Sequence[MediaInput], param: str) -> list[MediaInput]:
+    """Return the inputs as the placeholders of their `kinds` follow each other. Raises BadRequest for another number
+    of a kind.
+    """
+    for name in dict.fromkeys([*kinds, *(one.kind for one in inputs)]):
+        count, given = kinds.count(name), sum(one.kind == name for one in inputs)
+        if count != given:
+            raise BadRequest(f"{param}: the prompt has {count} placeholders for {given} {name}s.", param=param)
+    waiting = {name: iter([one for one in inputs if one.kind == name]) for name in set(kinds)}
+    return [next(waiting[name]) for name in kinds]

@@ -28,7 +28,7 @@ class InfillDraft:
 
 
 def infill_draft(spec: GenerationSpec, state: needs.Encoding) -> InfillDraft:
-    """Raises BadRequest if the model or the request cannot ask for a middle."""
+    """Return the draft. Raises BadRequest if the model or the request cannot ask for a middle."""
     found = infill_of(state.tokenizer)
     if found is None:
         raise BadRequest(

@@ -1,4 +1,4 @@
-"""How the answer to a prompt is to be read and held to its format."""
+"""The parsing of an answer, and its constraints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Reading:
 
 
 def reading_of(spec: GenerationSpec, drafts: Drafts, formats: Formats) -> Reading:
-    """Return how the answers to `drafts` are to be read and what holds them to their format."""
+    """Return the parsing of the answers to `drafts` and the constraints on their format."""
     if drafts.infill is not None:
         return Reading(structure=spec.structure, end_ids=drafts.infill.format.ends)
     if drafts.rendered is None:
@@ -38,7 +38,7 @@ def reading_of(spec: GenerationSpec, drafts: Drafts, formats: Formats) -> Readin
 def _of_conversation(
     conversation: Conversation, rendered: Rendered, structure: Structure | None, formats: Formats
 ) -> Reading:
-    """`structure` is the request's constraint on the content."""
+    """Return the reading of a chat answer; `structure` constrains its content."""
     tools = called_tools(conversation.tools, conversation.tool_choice) if formats.tools else ()
     if formats.reasoning is None and not tools:
         return Reading(structure=structure)
@@ -62,7 +62,7 @@ def _of_conversation(
 
 
 def _budget(budget: int | None, opened: bool, structure: Structure | None, formats: Formats) -> ThinkingBudget | None:
-    """`structure` constrains the answer: the tokens that end the thoughts must not break it."""
+    """Return the thinking budget. The tokens that end the thoughts must not violate `structure`."""
     if budget is None or formats.reasoning is None:
         return None
     forced = formats.forced_end
@@ -83,5 +83,5 @@ def _opened(prompt: str, conversation: Conversation, formats: Formats) -> bool:
 
 
 def _closed(prompt: str, formats: Formats) -> bool:
-    """Return whether the prompt says that the model shall not think: it ends with thoughts that have ended."""
+    """Return whether the prompt ends with a closed block of thoughts, so that the model does not think."""
     return formats.reasoning is None or prompt.rstrip().endswith(formats.reasoning.end)

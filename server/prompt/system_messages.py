@@ -13,8 +13,8 @@ _ROLES = frozenset({"system", "developer"})
 
 
 def fit_system_messages(messages: list[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Return messages that the template prints: those of the system at the beginning are one, and later ones are text
-    of the user, in their place, so that the prompt still begins like that of the turn before.
+    """Return messages that the template prints: leading system messages are joined into one, and later ones become user
+    text in their place, so that the prompt keeps the prefix of the previous turn.
     """
     begin = next((i for i, message in enumerate(messages) if message["role"] not in _ROLES), len(messages))
     rest = messages[begin:]
@@ -22,7 +22,7 @@ def fit_system_messages(messages: list[dict[str, Any]], template: ChatTemplate) 
     if (begin < 2 and not is_late) or template.takes_systems_anywhere:
         return messages
     out = [reduce(_joined, messages[:begin])] if begin else []
-    was_system = False  # for the last message
+    was_system = False  # whether the last message was a system message
     for message in rest:
         role, is_system = message["role"], message["role"] in _ROLES
         if out and out[-1]["role"] == "user" and (is_system or (was_system and role == "user")):

@@ -10,7 +10,7 @@ from quire.server.request.formats import Formats
 from quire.server.request.tools import Reasoning
 from quire.server.text.chat_template import ChatTemplate
 
-# for a `reasoning_effort` for which the template has no variable; above high: no limit
+# budgets, in tokens, if the template has no variable for `reasoning_effort`; above high: no limit
 EFFORT_BUDGETS = {"none": 0, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384}
 # variables by which templates turn thinking on and off
 _SWITCHES = ("enable_thinking", "thinking")
@@ -25,7 +25,7 @@ class Thinking:
 
 
 def resolve(reasoning: Reasoning, template: ChatTemplate, formats: Formats) -> Thinking:
-    """A model that does not think keeps to any effort and budget. Raises BadRequest if it is told to think."""
+    """Return the settings; a model that does not think meets any budget. Raises BadRequest if told to think."""
     out = Thinking(budget=reasoning.budget)
     enabled, effort = reasoning.enabled, reasoning.effort
     if effort is not None:

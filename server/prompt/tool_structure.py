@@ -18,7 +18,7 @@ _SPACE = {"type": "regex", "pattern": r"[ \n]{0,2}"}  # between thoughts and the
 
 
 def called_tools(tools: Sequence[Tool], choice: ToolChoice) -> tuple[base.Tool, ...]:
-    """Return those that the answer may call."""
+    """Return the tools that the answer may call."""
     if choice.mode == "none":
         return ()
     restricted = choice.names is not None and len(choice.names) < len(tools)
@@ -85,7 +85,7 @@ def _calls_and_content(
 
 
 def _structural_tag(format: dict[str, Any], like: Structure | None = None) -> Structure:
-    """`like`: the structure whose field and white space it has."""
+    """Return a structural tag, with the field and white space of the structure `like`."""
     value = {"type": "structural_tag", "format": format}
     if like is None:
         return Structure(kind="structural_tag", value=value, param="tools")
@@ -98,7 +98,7 @@ def _after_optional_thoughts(format: dict[str, Any], formats: Formats) -> dict[s
 
 
 def _format_of(content: Structure) -> dict[str, Any]:
-    """Return the same as a part of a structural tag."""
+    """Return the structure as a part of a structural tag."""
     match content.kind:
         case "json_schema":
             return {"type": "json_schema", "json_schema": content.value}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.messages import MediaItem, PoolingParams, RequestTiming, SamplingParams, Transfer
 from quire.server.lora.served import Chosen
-from quire.server.media.inputs import Lease
+from quire.server.media.inputs import Lease, MediaKind
 from quire.server.request.parse import Parsing
 from quire.server.request.progress import PrefillProgress
 from quire.server.structured.structure import Structure
@@ -18,10 +18,11 @@ from quire.server.text.detokenizer import StopStrings
 
 @dataclass(slots=True)
 class Attached:
-    """An image of a prompt, and the lease that keeps its features until the last output."""
+    """An image or a part of a video in a prompt, and the lease that keeps its features until the last output."""
 
     item: MediaItem
     lease: Lease
+    kind: MediaKind = "image"
 
 
 @dataclass(slots=True)
@@ -62,13 +63,13 @@ class GenerationRequest:
     progress: PrefillProgress | None = None  # is told how much of the prompt is computed
     transfer: Transfer | None = None  # blocks of the prompt that go to another server, or are at one
     sent: Transfer | None = None  # where they are, once a choice has ended
+    engine: int | None = None  # the one of several that the client chose
 
     @property
     def num_copies(self) -> int:
-        """Choices that one sequence of the engine answers: all, if none is sampled, because they are equal."""
+        """Return the number of choices that one sequence answers: all, if none is sampled, because they are equal."""
         return self.n if self.sampling.temperature == 0.0 else 1
 
-    @property
-    def num_image_tokens(self) -> int:
-        """Tokens of the prompt that embeddings of images replace."""
-        return sum(one.item.num_embeds for one in self.media)
+    def num_media_tokens(self, kind: MediaKind) -> int:
+        """Return the number of tokens of the prompt that embeddings of images or videos replace."""
+        return sum(one.item.num_embeds for one in self.media if one.kind == kind)

@@ -38,12 +38,12 @@ class NgramArguments(msgspec.Struct, kw_only=True):
         return NoRepeatNgram(self.ngram_size, self.window_size or default_window, exempt, reads_prompt)
 
 
-def of_vllm(arguments: NgramArguments | None) -> NoRepeatNgram | None:
+def from_vllm(arguments: NgramArguments | None) -> NoRepeatNgram | None:
     """Return the settings of vLLM's processor in `vllm_xargs`: only the output counts."""
     return arguments and arguments.parameter(_VLLM_WINDOW, reads_prompt=False)
 
 
-def of_sglang(processor: str | None, arguments: NgramArguments | None) -> NoRepeatNgram | None:
+def from_sglang(processor: str | None, arguments: NgramArguments | None) -> NoRepeatNgram | None:
     """Return settings of SGLang's processor in `custom_params`: the prompt counts, too. `processor` is the serialized
     object, of which only the name is read. Raises BadRequest for another one.
     """

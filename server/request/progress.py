@@ -63,7 +63,7 @@ class PrefillProgress:
             self._changed.set()
 
     async def wait(self) -> None:
-        """Until there is something to tell."""
+        """Wait until there is progress to report."""
         await self._changed.wait()
 
     def take(self) -> bytes:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from quire.engine.messages import NoRepeatNgram, Transfer
 from quire.server.lora.served import Chosen
-from quire.server.media.inputs import ImageInput
+from quire.server.media.inputs import MEDIA, MediaInput
 from quire.server.request.fields import SamplingFields
 from quire.server.request.limits import (
     MAX_CHOSEN_IDS,
@@ -79,7 +79,7 @@ def _shared(cls: type[msgspec.Struct]) -> list[str]:
 @dataclass(slots=True)
 class Conversation:
     """A prompt that a chat template renders. `messages` have the form that templates expect; an image is the part
-    {"type": "image", "image": ImageInput}.
+    {"type": "image", "image": MediaInput}, a video {"type": "video", "video": MediaInput}.
     """
 
     messages: list[dict[str, Any]]
@@ -95,14 +95,14 @@ class Conversation:
     processor_options: dict[str, Any] | None = None  # how the model's image processor sizes images
 
     @property
-    def images(self) -> list[ImageInput]:
-        """Return the images in the order in which the template prints them."""
+    def media(self) -> list[MediaInput]:
+        """Return the images and videos in the order of the messages."""
         return [
-            part["image"]
+            part[part["type"]]
             for message in self.messages
             if isinstance(message.get("content"), list)
             for part in message["content"]
-            if part["type"] == "image"
+            if part["type"] in MEDIA
         ]
 
 
@@ -122,7 +122,7 @@ class GenerationSpec:
     add_special_tokens: bool | None = None  # default: True for texts, False for conversations
     # the texts' continuations belong between them and this one; for models that were trained to fill in
     suffix: str | None = None
-    images: list[ImageInput] = field(default_factory=list)  # for one text, which holds their placeholders
+    media: list[MediaInput] = field(default_factory=list)  # for one text, which holds their placeholders
     processor_options: dict[str, Any] | None = None  # as in `Conversation`
     context: list[tuple[str, str]] = field(default_factory=list)  # with a suffix: (name, text) of other files
     echo: bool = False  # the answer begins with the prompt, and with its log-probabilities if `logprobs` is set

@@ -243,7 +243,7 @@ def _picked(options: GenerationOptions, model: ModelInfo, dialect: Mapping[str, 
 
 
 def _max_tokens(spec: GenerationSpec, model: ModelInfo) -> int | None:
-    """None: as many as the context holds."""
+    """Return the maximum number of tokens; None: as many as the context holds."""
     for value in (spec.options.max_tokens, model.sampling_defaults.get("max_tokens")):
         if value is not None:
             return value
@@ -296,7 +296,7 @@ def _logprobs(spec: GenerationSpec, model: ModelInfo) -> int | None:
 
 
 def _prompt_logprobs(spec: GenerationSpec, model: ModelInfo) -> int | None:
-    """As many as `prompt_logprobs` asks for, or the echo, which shows `logprobs` of the prompt, too."""
+    """Return the number that `prompt_logprobs` asks for, or the echo, which shows `logprobs` of the prompt, too."""
     requested = spec.options.prompt_logprobs
     _check_logprobs(requested, "prompt_logprobs", model)
     echoed = spec.options.logprobs if spec.echo else None

@@ -56,7 +56,7 @@ def require_object(parameters: dict[str, Any] | None, path: str) -> None:
 
 @dataclass(slots=True, frozen=True)
 class ToolChoice:
-    """Which calls an answer may have. `names` are the only tools it may call, None: all."""
+    """The calls that an answer may have. `names` are the only tools it may call, None: all."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: frozenset[str] | None = None

@@ -1,4 +1,4 @@
-"""Tokens of one request, which each dialect writes in its words."""
+"""Tokens of one request, which each dialect reports under its own names."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class TokenUsage:
     num_prompt: int  # for all prompts
     n: int = 1  # choices of each
     num_images: int = 0  # tokens of the prompts that stand for images
+    num_videos: int = 0  # those that stand for videos
     num_predicted: int | None = None  # tokens of the longest prediction of the client's
     num_output: int = 0
     num_reasoning: int = 0  # among `num_output`
@@ -43,7 +44,8 @@ class TokenUsage:
         return cls(
             sum(len(one.prompt_token_ids) for one in requests),
             max((one.n for one in requests), default=1),
-            sum(one.num_image_tokens for one in requests),
+            sum(one.num_media_tokens("image") for one in requests),
+            sum(one.num_media_tokens("video") for one in requests),
             max((len(found) for one in requests if (found := one.sampling.prediction) is not None), default=None),
         )
 
@@ -54,14 +56,14 @@ class TokenUsage:
 
     @property
     def predicted(self) -> tuple[int, int] | None:
-        """The drafts of a request with a prediction that were accepted and rejected; none of an empty prediction."""
+        """Return the accepted and rejected drafts of a request with a prediction; none for an empty prediction."""
         if self.num_predicted is None:
             return None
         return (self.counts.accepted, self.counts.rejected) if self.num_predicted else (0, 0)
 
     @property
     def counts(self) -> TokenCounts:
-        """The counts of all choices together."""
+        """Return the counts of all choices together."""
         if len(self._counts) == 1:
             return next(iter(self._counts.values()))
         prompts: dict[int, list[TokenCounts]] = {}

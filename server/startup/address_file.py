@@ -10,7 +10,7 @@ _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address -> loopback a
 
 
 def address_of(listener: socket.socket) -> str:
-    """The address at which this machine reaches `listener`: "127.0.0.1:8000", "[::1]:8000" or "unix:/path"."""
+    """Return the address at which this machine reaches `listener`: "127.0.0.1:8000", "[::1]:8000" or "unix:/path"."""
     if listener.family == socket.AF_UNIX:
         return "unix:" + os.path.abspath(listener.getsockname())
     host, port = listener.getsockname()[:2]

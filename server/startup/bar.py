@@ -11,8 +11,8 @@ LINE_INTERVAL = 5.0  # seconds between lines
 
 
 class Bar(tqdm):
-    """tqdm on a terminal. Elsewhere, where its returns would fill a log with one long line: a line at the start, every
-    LINE_INTERVAL seconds and at the end.
+    """tqdm on a terminal. Elsewhere, where its carriage returns would fill a log with one long line: a line at the
+    start, every LINE_INTERVAL seconds and at the end.
     """
 
     def __init__(self, *arguments: object, **options: object):

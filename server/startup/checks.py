@@ -1,4 +1,4 @@
-"""Refusals that need no process, the same for `quire serve`, `quire check` and the offline `LLM`."""
+"""Checks of settings that need no engine process, shared by `quire serve`, `quire check` and the offline `LLM`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from quire.checkpoints.early import refuse_early
 from quire.checkpoints.files import check_model_folder, file_obstacle, folder_obstacle
-from quire.checkpoints.lora import check_counts, check_modules, folders_at_start
+from quire.checkpoints.lora import ELSEWHERE, check_counts, check_modules, folders_at_start
 from quire.configs.config import Config
 from quire.configs.serving import ServerConfig
 from quire.server.startup.model_names import served_names
 
 
 def check_server_files(server: ServerConfig) -> None:
-    """Raise ValueError for a file or folder of the HTTP server that cannot be used. Makes none."""
+    """Raise ValueError for a file or folder of the HTTP server that cannot be used. Creates none."""
     if server.ssl_certfile is not None or server.ssl_keyfile is not None:
         from quire.server.http.transport.tls import Tls
 
@@ -44,6 +44,11 @@ def local_config(config: Config, folder: str, draft: str | None, *, needs_weight
     check_model_folder(folder, needs_weights=needs_weights)
     parallel, lora = config.parallel, config.lora
     refuse_early(folder, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.model.max_model_len)
+    if lora.enabled and parallel.names_machines:
+        raise ValueError(
+            f"{ELSEWHERE}: leave out --nnodes and --data-parallel-size-local, or --enable-lora, "
+            "--lora-modules and --lora-dir"
+        )
     check_counts(lora.max_loras, lora.max_cpu_loras)
     check_modules(lora.lora_modules)
     names = served_names(config)

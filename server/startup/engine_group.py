@@ -18,6 +18,7 @@ from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
 from quire.engine.messages import EngineStats, Progress, WorkerReady
 from quire.server.engines.process import EngineProcess
+from quire.server.engines.remote import RemoteEngine, Rendezvous
 from quire.server.engines.supervisor import Supervisor, in_thread
 from quire.server.model_info import ModelInfo, context_length, known_token_ids
 from quire.server.startup.checks import local_config
@@ -31,10 +32,10 @@ if TYPE_CHECKING:  # imported late, because these imports are slow
 
 logger = logging.getLogger("quire")
 
-# for a model that reads images and has no chat template, such as DeepSeek-OCR: its messages, one after another
+# for vision models without a chat template, such as DeepSeek-OCR: the messages, concatenated
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TERMINATE_TIMEOUT = 5.0  # seconds for an engine to exit
-SAVE_TIMEOUT = 15.0  # more seconds for one that writes its KV cache first
+SAVE_TIMEOUT = 15.0  # additional seconds for one that writes its KV cache first
 
 
 class EngineUser(Protocol):
@@ -49,7 +50,10 @@ class EngineUser(Protocol):
     def on_death(self, engine: int) -> None: ...
 
 
-def _no_engine(config: Config) -> EngineProcess | None:
+TakeSpare = Callable[[Config], EngineProcess | None]
+
+
+def no_engine(config: Config) -> EngineProcess | None:
     return None
 
 
@@ -58,18 +62,17 @@ class EngineGroup:
     started before its configuration was known.
     """
 
-    def __init__(self, config: Config, take_spare: Callable[[Config], EngineProcess | None] = _no_engine):
+    def __init__(self, config: Config, take_spare: TakeSpare = no_engine):
         self.config, self._take_spare = config, take_spare
         self.draft = draft_model_of(config.scheduler.speculative_config)
         self.folder: str | None = None  # the model folder, once it is on this machine
-        self.processes: list[EngineProcess] = []
+        self.processes: list[EngineProcess | RemoteEngine] = []
+        self._rendezvous: Rendezvous | None = None  # of engines on other machines
         self.supervisors: list[Supervisor] = []
         self.saves = False  # whether engines write their KV cache before they end
 
     def start_if_local(self) -> None:
-        """`start` if the model, and the draft model if there is one, need neither a download nor a conversion. Raises
-        ValueError.
-        """
+        """Call `start` if neither the model nor the draft model needs a download or a conversion. Raises ValueError."""
         if any(is_hub_adapter(parse_module(text)[1]) for text in self.config.lora.lora_modules):
             return
         folder, draft = hub.ready_folder(self.config.model.model), None
@@ -79,18 +82,28 @@ class EngineGroup:
             self.start(folder, draft)
 
     def start(self, folder: str, draft: str | None = None) -> None:
-        """Start one process per engine, with the models in `folder` and `draft`.
+        """Start one process per engine of this machine, with the models in `folder` and `draft`, and wait for those of
+        other machines.
 
-        Raises ValueError if a folder has no model or the system cannot start a process.
+        Raises ValueError if a folder has no model or the system cannot start a process or listen.
         """
         config = local_config(self.config, folder, draft, needs_weights=self.config.model.load_format != "dummy")
         self.folder = folder
+        local = config.parallel.local_engines
+        own = dataclasses.replace(config, parallel=config.parallel.on_this_machine())
+        if len(local) < config.parallel.data_parallel_size:
+            self._rendezvous = Rendezvous(config)
         for index in range(config.parallel.data_parallel_size):
-            engine = self._take_spare(config) or EngineProcess(config, index)
+            engine = None
             try:
+                if index in local:
+                    engine = self._take_spare(own) or EngineProcess(own, index)
+                else:
+                    engine = RemoteEngine(own, index, self._rendezvous)
                 engine.start()
             except OSError as error:
-                engine.kill()
+                if engine is not None:
+                    engine.kill()
                 raise ValueError(f"engine {index} cannot be started: {error.strerror}") from error
             self.processes.append(engine)
 
@@ -103,7 +116,7 @@ class EngineGroup:
     ) -> None:
         """Download the model if needed, load the tokenizer, and keep the engines alive.
 
-        `on_ready` receives whether the engine was ready before; `progress` receives a phase and the fraction done.
+        `on_ready` is told whether the engine was ready before; `progress` receives a phase and the fraction done.
         Never returns; raises ValueError for a wrong model or setting, EngineFailed.
         """
         if self.folder is None:
@@ -165,15 +178,19 @@ class EngineGroup:
             )
         )
 
-    def _current(self) -> list[EngineProcess]:
+    def _current(self) -> list[EngineProcess | RemoteEngine]:
         return [supervisor.engine for supervisor in self.supervisors] or self.processes
 
     async def terminate(self) -> None:
         """Terminate all engines; kill them after TERMINATE_TIMEOUT, later if they write their KV cache first."""
         timeout = TERMINATE_TIMEOUT + (SAVE_TIMEOUT if self.saves else 0)
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         await asyncio.gather(*(in_thread(functools.partial(engine.terminate, timeout)) for engine in self._current()))
 
     def kill(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         for engine in self._current():
             engine.kill()
 
@@ -197,7 +214,7 @@ def read_text(config: Config, folder: str, images: Images, model_folder: str) ->
 
 
 async def load_tokenizer(config: Config, folder: str, images: Images, model_folder: str) -> tuple[Tokenizer, Formats]:
-    """Run `read_text` in a thread, and compute what the first request would wait for."""
+    """Run `read_text` in a thread, and precompute what the first request would wait for."""
 
     def load() -> tuple[Tokenizer, Formats]:
         tokenizer, formats = read_text(config, folder, images, model_folder)

@@ -19,7 +19,7 @@ logger = logging.getLogger("quire")
 
 
 def with_entry(config: Config) -> Config:
-    """Return the settings with what the model's name adds; a setting that was given stays. Raises ValueError."""
+    """Return the settings with those that the model's name adds; a setting that was given stays. Raises ValueError."""
     if (entry := entry_of(config.model.model)) is None:
         return config
     if entry.adapters:

@@ -12,12 +12,15 @@ _COMPLETION = ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 6
 _EMBEDDING = ("/v1/embeddings", {"input": "Hello!"})
 _RERANK = ("/v1/rerank", {"query": "capital of France", "documents": ["Paris", "a cat"]})
 _CLASSIFY = ("/classify", {"input": "Hello!"})
+_POOLING = ("/pooling", {"input": "Hello!"})
 
 
 def example(pooling: PoolingInfo | None, chats: bool) -> tuple[str, dict[str, Any]]:
-    """(path, body) of a request that the model answers. `chats`: it has a chat template."""
+    """Return (path, body) of a request that the model answers. `chats`: it has a chat template."""
     if pooling is not None and "classify" in pooling.tasks:
         return _RERANK if len(pooling.labels) == 1 else _CLASSIFY
+    if pooling is not None and "token_classify" in pooling.tasks:
+        return _POOLING
     if pooling is not None and pooling.tasks:
         return _EMBEDDING
     return _CHAT if chats else _COMPLETION
@@ -26,8 +29,8 @@ def example(pooling: PoolingInfo | None, chats: bool) -> tuple[str, dict[str, An
 def curl_line(
     command: str, base: str, pooling: PoolingInfo | None, chats: bool, with_key: bool, hears: bool = False
 ) -> str:
-    """The request of `example` for a shell, or with `hears` one with a file. `command` is curl with its options for the
-    address.
+    """Return the request of `example` for a shell, or with `hears` one with a file. `command` is curl with its options
+    for the address.
     """
     key = " -H 'Authorization: Bearer KEY'" if with_key else ""
     if hears:

@@ -71,7 +71,7 @@ class LazyDetails:
 
 
 def read_details(folder: str) -> ModelDetails:
-    """Read the headers of the model's files. Raises ValueError if they are gone or damaged."""
+    """Read the headers of the model's files. Raises ValueError if they are missing or damaged."""
     try:
         config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -94,7 +94,7 @@ def _of_gguf(file: GgufFile) -> ModelDetails:
         "gguf",
         family,
         num_parameters,
-        FILE_TYPES.get(metadata.get("general.file_type"), _most(sizes)),
+        FILE_TYPES.get(metadata.get("general.file_type"), _most_common(sizes)),
         sum(path.stat().st_size for path in paths),
         _digest(paths),
         max(path.stat().st_mtime for path in paths),
@@ -103,7 +103,7 @@ def _of_gguf(file: GgufFile) -> ModelDetails:
 
 
 def _as_json(value: Json) -> Any:
-    """A value as JSON can have it; of lists Ollama shows the names alone, too."""
+    """Return a value as JSON, None for a list: Ollama, too, shows only the names of lists."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     return None if isinstance(value, list) else value
@@ -133,7 +133,7 @@ def _of_safetensors(folder: Path, config: dict[str, Any], settings: dict[str, An
         "safetensors",
         family,
         num_parameters,
-        method.upper() or _most(sizes),
+        method.upper() or _most_common(sizes),
         sum(sizes.values()),
         _digest(files),
         max(path.stat().st_mtime for path in files),
@@ -142,14 +142,14 @@ def _of_safetensors(folder: Path, config: dict[str, Any], settings: dict[str, An
 
 
 def _num_weights(num_values: int, kind: str, settings: dict[str, Any]) -> int:
-    """Weights in a tensor: numbers of packed formats hold several."""
+    """Return the number of weights in a tensor: an element of a packed format holds several."""
     if not settings or kind not in _PACKED:
         return num_values
     bits = next((settings[key] for key in ("bits", "w_bit", "num_bits") if isinstance(settings.get(key), int)), 4)
     return num_values * _WIDTHS[kind] // max(bits, 1)
 
 
-def _most(sizes: Counter[str]) -> str:
+def _most_common(sizes: Counter[str]) -> str:
     return sizes.most_common(1)[0][0] if sizes else ""
 
 
@@ -163,7 +163,7 @@ def _digest(paths: Iterable[Path]) -> str:
 
 
 def in_words(number: int) -> str:
-    """134515008 -> "134.52M", as Ollama writes numbers of parameters."""
+    """Return a number as Ollama writes parameter counts: 134515008 -> "134.52M"."""
     for size, letter, digits in ((10**9, "B", 1), (10**6, "M", 2)):
         if number >= size:
             return f"{number // size}{letter}" if number % size == 0 else f"{number / size:.{digits}f}{letter}"

@@ -16,8 +16,8 @@ _SNAPSHOT = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/
 
 
 def default_name(model: str) -> str:
-    """The stem of a GGUF file, the name of a folder, `org/name` of a snapshot in the Hugging Face cache; a Hub id as it
-    is.
+    """Return the stem of a GGUF file, the name of a folder, `org/name` of a snapshot in the Hugging Face cache; a Hub
+    id as it is.
     """
     path = os.path.expanduser(model)
     if os.path.isfile(path):
@@ -32,7 +32,7 @@ def default_name(model: str) -> str:
 
 
 def served_names(config: Config) -> list[str]:
-    """The names that the API lists; answers have the first."""
+    """Return the names that the API lists; answers have the first."""
     plain = [name for name in config.models.alias if "=" not in name]
     names = [*config.server.served_model_name, *plain] or [default_name(config.model.model)]
     targets = (alias.partition("=") for alias in config.models.alias if "=" in alias)
@@ -40,12 +40,12 @@ def served_names(config: Config) -> list[str]:
 
 
 def accepted_names(config: Config) -> frozenset[str]:
-    """Names that requests may use but no answer shows: the model as given, if it has no other names."""
+    """Return the names that requests may use but no answer shows: the model as given, if it has no other names."""
     return frozenset() if config.server.served_model_name or config.models.alias else frozenset({config.model.model})
 
 
 def without_paths(text: str, config: Config, folder: str | None = None) -> str:
-    """`text` with the model's name where it has a path of the model; `folder` is the one that was made of its file."""
+    """Return `text` with the model's name in place of its paths; `folder` is the one converted from its file."""
     model = os.path.expanduser(_located(config.model.model))
     paths = [folder, os.path.abspath(model)] if folder or os.path.exists(model) else []
     for path in filter(None, [*paths, model if os.path.isabs(model) else None]):
@@ -56,12 +56,12 @@ def without_paths(text: str, config: Config, folder: str | None = None) -> str:
 def _located(model: str) -> str:
     try:
         return located(model)
-    except ValueError:  # it cannot be served, so its path is in no message but the one that says why
+    except ValueError:  # the model cannot be served: only the error message has its path
         return model
 
 
 def without_folders(value: Json) -> Any:
-    """A setting without the folders of this machine: of a path, the last part."""
+    """Return a setting without the folders of this machine: of a path, only the last part stays."""
     if isinstance(value, list):
         return [without_folders(item) for item in value]
     if not isinstance(value, str) or "/" not in value:

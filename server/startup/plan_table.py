@@ -7,7 +7,7 @@ from quire.engine.messages import WorkerReady
 
 
 def plan_table(ready: WorkerReady) -> str:
-    """The table as several lines of text, without a trailing newline."""
+    """Return the table as several lines of text, without a trailing newline."""
     plan = ready.plan
     num_tokens = (ready.num_blocks - 1) * ready.block_size
     rows = [
@@ -58,7 +58,7 @@ def plan_table(ready: WorkerReady) -> str:
 
 
 def _below(ready: WorkerReady) -> list[str]:
-    """The room of blocks in lower tiers."""
+    """Return the lines about the capacity of lower cache tiers."""
     return [
         f"{tier.where}, at most: {format_bytes(tier.limit)} of blocks that were used again and leave the KV cache"
         for tier in ready.tiers

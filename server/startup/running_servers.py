@@ -19,12 +19,12 @@ from quire.server.startup.address_file import address_of
 from quire.server.startup.model_names import served_names
 
 logger = logging.getLogger("quire")
-_START = 19  # index among the fields of /proc/PID/stat after the name: the start of the process, in ticks
+_START = 19  # index among the fields of /proc/PID/stat after the name: the process start time, in clock ticks
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """`started` tells the process from a later one with its pid."""
+    """One server. `started` distinguishes the process from a later one with the same pid."""
 
     pid: int
     url: str  # http://HOST:PORT, or unix:PATH
@@ -38,7 +38,7 @@ def folder() -> Path:
 
 
 def record(config: Config, listener: socket.socket) -> None:
-    """Write the file of this process. One that cannot be written is only logged: the server is usable without it."""
+    """Write the file of this process. A failed write is only logged: the server works without the file."""
     address = address_of(listener)
     if not address.startswith("unix:"):
         address = f"http{'s' if config.server.ssl_certfile else ''}://{address}"
@@ -47,7 +47,7 @@ def record(config: Config, listener: socket.socket) -> None:
 
 
 def rename(names: list[str]) -> None:
-    """Write the names of several models to the file of this process, if it has one."""
+    """Replace the model names in the file of this process, if it has one."""
     with contextlib.suppress(OSError):
         _write(replace(Running(**json.loads(_file(os.getpid()).read_text(encoding="utf-8"))), models=names))
 
@@ -69,13 +69,13 @@ def forget() -> None:
 
 
 def running() -> list[Running]:
-    """Return the servers that run, by pid; the files of those that were killed are removed."""
+    """Return the running servers, by pid; remove the files of those that were killed."""
     found = []
     for path in sorted(folder().glob("[0-9]*")):
         try:
             one = Running(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
-            continue  # of a server that ends just now, or no file of ours
+            continue  # the server has just ended, or the file is no record
         if is_running(one):
             found.append(one)
         else:
@@ -97,8 +97,8 @@ def _file(pid: int) -> Path:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process in ticks since the machine's start; empty where the system does not tell (macOS),
-    or if the process has ended and its parent has not read its status.
+    """Return the process start in ticks since boot; empty if the system does not tell (macOS), or if the process has
+    ended and its parent has not reaped it.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

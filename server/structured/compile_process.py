@@ -1,7 +1,7 @@
 """The process that compiles structures: `python -m quire.server.structured.compile_process`.
 
 A hostile schema or pattern can cost a library any amount of time and memory, and native code cannot be interrupted:
-here it ends with this process. Reads frames from stdin and answers each on stdout; a frame is 4 bytes of length,
+here such work ends with this process. Reads frames from stdin and answers each on stdout; a frame is 4 bytes of length,
 big-endian, and data. The first is the `Vocabulary` (msgpack); each later one is a `Structure` (JSON), answered by an
 `Answer` (msgpack).
 """
@@ -28,7 +28,7 @@ from quire.server.values import Json
 
 MAX_SECONDS = 4.0  # for CPU time for one structure, whatever else the machine does
 MAX_MEMORY = 2 << 30  # bytes of address space
-MAX_ATTEMPTS = 50  # compilations to find the place of an error
+MAX_ATTEMPTS = 50  # compilations to locate an error
 
 
 class Vocabulary(msgspec.Struct, array_like=True):
@@ -74,8 +74,8 @@ class Compiler:
         except RecursionError:
             return Answer(None, "it is nested too deeply")
         except MemoryError:
-            raise  # this process is at its limit: another one may have room
-        except Exception as error:  # a mistake that no check foresaw is the request's all the same, and ends nothing
+            raise  # this process is at its limit; another may have room
+        except Exception as error:  # an unforeseen mistake is also the request's, and must not end the process
             traceback.print_exc()
             return Answer(None, f"it cannot be compiled: {type(error).__name__}: {str(error)[:300]}")
 
@@ -119,11 +119,11 @@ class Compiler:
         """Return why a grammar does not compile; None if it does. `is_own`: a client wrote all but its first line."""
         matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first step may exceed a limit, too
+            matcher.compute_bitmask()  # the first step may also exceed a limit
         return readable(matcher.get_error(), 1 if is_own else None) if matcher.is_error() else None
 
     def _located(self, structure: Structure, error: str) -> str:
-        """`error` with the path of the smallest subschema that has it, as far as a few attempts show."""
+        """Return `error` with the path of the smallest subschema that has it, within a limited number of attempts."""
         schema = normalize(structure.value, not structure.additional_properties)
         path, definitions, attempts = "#", schema.get("$defs", {}), MAX_ATTEMPTS
         found = True

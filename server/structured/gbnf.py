@@ -14,11 +14,11 @@ MAX_DEPTH = 200  # nested parentheses
 MAX_CHAR = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 
-Ranges = tuple[tuple[int, int], ...]  # ranges of characters: sorted, apart
+Ranges = tuple[tuple[int, int], ...]  # sorted, disjoint ranges of characters
 
 
 class GrammarError(ValueError):
-    """A mistake in a grammar; the text names it and its line."""
+    """A mistake in a grammar; the text names the mistake and its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    items: tuple[Node, ...]  # none: matches nothing
+    items: tuple[Node, ...]  # empty: matches nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The token `token_id`, or any other one."""
+    """The token `token_id`, or any token but that one."""
 
     token_id: int
     negated: bool

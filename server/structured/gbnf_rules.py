@@ -1,9 +1,9 @@
 """Trees of a GBNF grammar -> rules and terminals of llguidance's Lark.
 
-The converter that llguidance ships (`gbnf_to_lark`) takes less of the syntax, and its terminals read too much:
-llguidance reads the longest terminal, so that after a terminal `[a-z]*` no `"b"` can follow, while in GBNF it can. Here
-a grammar without recursion is one terminal. In others, a terminal is as large as it can be without reading what
-something else may read: one that might is divided, down to single characters.
+llguidance's own converter (`gbnf_to_lark`) takes less of the syntax, and its terminals read too much: llguidance reads
+the longest terminal, so that no `"b"` can follow a terminal `[a-z]*`, while GBNF allows that. Here a grammar without
+recursion is one terminal. Otherwise a terminal is as large as possible without reading text that something else may
+read: a conflicting terminal is divided, down to single characters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.server.structured.terminals import Terminals, TooMuchWork, times
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terminal:
-    """A place of a grammar where a regular part is read as one terminal."""
+    """A place in a grammar where a regular part is read as one terminal."""
 
     node: Node
 
@@ -94,7 +94,7 @@ class _Plan:
         self.grammar = grammar
         self.regular = _regular_rules(grammar)
         self.terminals = Terminals(grammar)
-        self.rules: dict[str, object] = {}  # those that are written: trees with terminals
+        self.rules: dict[str, object] = {}  # the rules to write: trees with terminals
         self._add("root")
 
     def _add(self, name: str) -> None:
@@ -131,10 +131,10 @@ class _Plan:
     def _is_regular(self, node: Node) -> bool:
         return not _has_token(node) and all(name in self.regular for name in references(node))
 
-    # ---- what must be divided
+    # ---- division of terminals
 
     def divide(self) -> None:
-        """Divide terminals until none reads what something else may read."""
+        """Divide terminals until no two conflict."""
         while conflicting := self._conflicting():
             for name, tree in list(self.rules.items()):
                 self.rules[name] = self._divided(tree, conflicting)
@@ -167,8 +167,8 @@ class _Plan:
         raise AssertionError(node)
 
     def _conflicting(self) -> set[Terminal]:
-        """Return the terminals to divide: those that may read what follows another one that is read at the same
-        place.
+        """Return the terminals to divide: those that may read the text after another terminal that can be read at the
+        same place.
         """
         starts, after = self._following()
         found: set[Terminal] = set()
@@ -202,7 +202,7 @@ class _Plan:
         return pairs
 
     def _sharing(self, pairs: list[tuple[_Place, _Place]]) -> list[tuple[_Place, _Place]]:
-        """Return the pairs of which both may read the same."""
+        """Return the pairs that may read the same text."""
         found, asked = [], []
         for one, other in pairs:
             if isinstance(one, Terminal) and isinstance(other, Terminal) and one is not other:
@@ -316,7 +316,7 @@ class _Writer:
 
     def _expression(self, tree: object) -> str:
         match tree:
-            case Terminal():  # one that matches nothing, too, is not skipped by itself
+            case Terminal():  # one that matches the empty text is not skipped by itself
                 return f"{self.terminals.name(tree.node)}{'?' if self.terminals.nullable(tree.node) else ''}"
             case Ref():
                 return self.names[tree.name]

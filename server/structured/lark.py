@@ -25,8 +25,8 @@ from quire.server.values import Json
 
 # optional whitespace between JSON tokens: as llama.cpp's grammars have it, so that a model cannot fill its answer
 WHITESPACE = r"(?: |\n[ \t]{0,20})"
-# A character has one spelling in a JSON string, so that a name or a text cannot be written in another one, which a
-# pattern or another property's name does not match; and no half of a surrogate pair is ever written.
+# A character has one spelling in a JSON string: otherwise a name or a text could be spelled so that a
+# pattern or another property's name does not match. No half of a surrogate pair is ever written.
 ESCAPES = 'nrbtf\\"'
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # characters that have a spelling with \u only
 CHOICES_PER_TERMINAL = 200
@@ -54,7 +54,7 @@ class Builder:
     _special_pattern: re.Pattern[str] | None = None
 
     def rule(self, body: str, options: str = "") -> str:
-        """Return the name of a new rule."""
+        """Add a rule and return its name."""
         name = self.name("r")
         self.lines.append(f"{name}{options}: {body}")
         return name
@@ -64,7 +64,7 @@ class Builder:
         self.lines.append(f"{name}: {body}")
 
     def terminal(self, body: str) -> str:
-        """Return the name of a new terminal: one regular expression."""
+        """Add a terminal, one regular expression, and return its name."""
         name = self.name("T")
         self.lines.append(f"{name}: {body}")
         return name
@@ -74,7 +74,7 @@ class Builder:
         return f"{prefix}{self._names}"
 
     def pieces(self, text: str) -> list[str | int]:
-        """`text` cut at special tokens, which are given as ids."""
+        """Return `text` split at special tokens, which become ids."""
         if self._special_pattern is None:
             longest_first = sorted((special for special in self.specials if special), key=len, reverse=True)
             self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
@@ -99,10 +99,8 @@ class Builder:
         return self.rule(" | ".join(terminals + others))
 
     def members(self, members: Sequence[tuple[bool, str]], separator: str) -> str:
-        """Return an expression for members in their order, each at most once: whether one is required, and its
-        expression.
-        """
-        first, more = '""', '""'  # the members from the next on, after none and after others
+        """Return an expression for members in their order, each at most once; a member is (is required, expression)."""
+        first, more = '""', '""'  # the members from the next one on, after no member and after others
         for is_required, member in reversed(members):
             one = self.rule(member)
             first = self.rule(f"{one} {more}" if is_required else f"{one} {more} | {first}")
@@ -164,12 +162,12 @@ class Builder:
         return self.rule(f"@{name}")
 
     def other_specials(self, but: Sequence[int] = ()) -> str | None:
-        """Return an expression for one special token that does not end the output and is not in `but`."""
+        """Return an expression for one special token that neither ends the output nor is in `but`."""
         ids = sorted(set(self.specials.values()) - set(self.eos_ids) - set(but))
         return f"<[{','.join(map(str, ids))}]>" if ids else None
 
     def text(self, start: str) -> str:
-        """Return the grammar whose whole is the expression `start`."""
+        """Return the whole grammar, with the expression `start` as its start."""
         lark = "\n".join([_HEADER, f"start: {start}", *self.lines]) + "\n"
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.grammars]}) if self.grammars else lark
 
@@ -198,7 +196,7 @@ def _escapes(schema: Json, where: str) -> str:
 
 
 def grammar_text(text: str, specials: Mapping[str, int], eos_ids: Sequence[int]) -> str:
-    """Return a grammar of the user as Lark; EBNF has `::=`."""
+    """Return the user's grammar as Lark; one with `::=` is EBNF."""
     if "::=" in text:
         try:
             text = rules_of(parse(text, specials.get), tuple(eos_ids))
@@ -212,7 +210,7 @@ def quoted(text: str) -> str:
 
 
 def _without_anchors(pattern: str) -> str:
-    """A pattern is matched with the whole output: anchors at its ends mean nothing."""
+    """Remove the anchors at both ends of a pattern, which is matched with the whole output anyway."""
     pattern = pattern.removeprefix("^")
     backslashes = len(pattern) - 1 - len(pattern[:-1].rstrip("\\")) if pattern.endswith("$") else 0
     return pattern[:-1] if pattern.endswith("$") and backslashes % 2 == 0 else pattern

@@ -1,4 +1,4 @@
-"""The library's error messages -> ones that clients understand: without excerpts of the grammar that was made."""
+"""The library's error messages -> messages for clients, without excerpts of the generated grammar."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ OURS = frozenset(_WHOLE.values())
 
 
 def readable(error: str, lines_before: int | None = None) -> str:
-    """Return the message. `lines_before`: how many lines the server wrote before a client's own grammar, whose lines
-    are then told.
+    """Return the message. `lines_before`: the number of lines that the server wrote before a client's own grammar; line
+    numbers are then given.
     """
     reason = _APPENDED.split(error)[0]
     place = _PLACE.match(reason)

@@ -1,6 +1,6 @@
-"""The schema of a call's parameters -> lists of properties, one of which a call has.
+"""The schema of a call's parameters -> lists of properties; a call has those of one list.
 
-For formats that write a call as one element per property: what all of them must satisfy has to be seen from the names.
+For formats that write a call as one element per property: constraints on the object must follow from the names.
 llguidance writes objects as JSON only.
 """
 

@@ -14,8 +14,8 @@ import msgspec
 
 from quire.server.structured.structure import Answer
 
-# Seconds without progress until a process is killed: it is stopped, or gets no CPU at all. A process that does get some
-# goes on until its own limit of CPU time, however long that takes on a busy machine.
+# Seconds without progress until a process is killed: it is stopped, or gets no CPU time. A process that gets some runs
+# on until its own limit of CPU time, however long that takes on a busy machine.
 MAX_SILENCE = 10.0
 _INTERVAL = 0.25  # seconds between two looks at its progress
 _TO_END = 1.0  # seconds for a killed process to exit; later, `subprocess` collects it
@@ -26,7 +26,7 @@ class ProcessDied(Exception):
 
 
 class Silence:
-    """The time that a process has made no progress. `progress` is a number that changes when it makes some."""
+    """The time that a process has made no progress. `progress` is a number that changes with progress."""
 
     def __init__(self, progress: Callable[[], float], clock: Callable[[], float] = time.monotonic):
         self._progress, self._clock = progress, clock
@@ -76,13 +76,13 @@ class CompileProcess:
             self._child.kill()  # no error if it has ended
 
     def end(self) -> None:
-        """Idempotent; never raises."""
+        """End the child and close its pipes. Idempotent; never raises."""
         self.kill()
         if self._child is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_TO_END)
-        for pipe in (self._child.stdin, self._child.stdout):  # unbuffered: nothing is left to write
+        for pipe in (self._child.stdin, self._child.stdout):  # unbuffered: no data is left to write
             pipe.close()
 
     def _start(self) -> None:
@@ -94,7 +94,7 @@ class CompileProcess:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
-        if self._killed:  # before there was a child
+        if self._killed:  # killed before the child started
             self._child.kill()
         for pipe in (self._child.stdin, self._child.stdout):
             os.set_blocking(pipe.fileno(), False)

@@ -51,7 +51,7 @@ def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """After `trigger`, a text or the id of a token, in free text, `rest` must follow."""
+    """A trigger in free text, a text or a token id, after which `rest` must follow."""
 
     trigger: str | int
     rest: str
@@ -62,7 +62,7 @@ class _Translation:
 
     def __init__(self, builder: Builder):
         self.builder = builder
-        self.place = ""  # for the arguments that are translated, for errors
+        self.place = ""  # path of the translated arguments, for errors
         self.definitions: dict[str, Any] = {}  # in the schema of these arguments
 
     def format(self, node: Json, path: str, end: str | int | None, depth: int) -> str:
@@ -259,7 +259,7 @@ class _Translation:
         if _strings(node, "excludes", path):
             raise StructureError(f"{path}.excludes: not supported here")
         builder = self.builder
-        # A trigger is one token where the vocabulary has it as a special one.
+        # A trigger is a single token if it is a special token of the vocabulary.
         cut = [
             (case, builder.pieces(case.trigger) if isinstance(case.trigger, str) else [case.trigger]) for case in cases
         ]
@@ -300,7 +300,7 @@ class _Translation:
         return f"{inner} {self._text_or_token(tag, 'end', path)}"
 
     def _closed(self, content: dict, path: str, end: Json, depth: int, consume: bool = True) -> str:
-        """Free text up to and including `end`, or, unless `consume`, without it."""
+        """Return free text up to `end`, included if `consume`."""
         if isinstance(end, str):
             pieces = self.builder.pieces(end)
             if not pieces:
@@ -377,7 +377,7 @@ def _is_unlimited(node: Json) -> bool:
 
 
 def _beginning(node: Json) -> Any:
-    """Return the text or token that a part begins with, if that is fixed."""
+    """Return the fixed text or token with which a part begins, if there is one."""
     if not isinstance(node, dict):
         return None
     match node.get("type"):

@@ -61,8 +61,8 @@ def decoded(data: bytes) -> Structure:
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The grammar of a structure, or why there is none. `unenforced`: the names of best-effort parts that the grammar
-    leaves free, and why.
+    """The grammar of a structure, or the reason why there is none. `unenforced`: the best-effort parts that the grammar
+    leaves free, with the reasons.
     """
 
     grammar: str | None

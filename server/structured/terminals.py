@@ -1,6 +1,6 @@
 """Regular parts of a GBNF grammar as terminals of llguidance's Lark, and the overlaps of these.
 
-The library itself tells which terminals read the same: an intersection of terminals is empty, or it is not.
+The library itself decides which terminals overlap: their intersection is empty or not.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _ANY_TEXT = "/(?s:.*)/"
 
 
 class TooMuchWork(Exception):
-    """The limit of questions, or the library's of work, is reached."""
+    """The limit on questions, or the library's limit on work, is reached."""
 
 
 class Terminals:
-    """Terminals for trees whose references lead to `rules` that are not recursive."""
+    """Terminals for trees whose references lead only to non-recursive `rules`."""
 
     def __init__(self, rules: Mapping[str, Node]):
         self.rules = rules
@@ -58,7 +58,7 @@ class Terminals:
         return _pattern(self._regex(node))
 
     def _regex(self, node: Node) -> str | None:
-        """None: it has references."""
+        """Return the regular expression of a tree; None if the tree has references."""
         match node:
             case Chars():
                 return _class(node.ranges)
@@ -72,7 +72,7 @@ class Terminals:
                 return "".join(parts) if isinstance(node, Seq) else f"(?:{'|'.join(parts)})"
         return None
 
-    # ---- what they read
+    # ---- the texts they read
 
     def nullable(self, node: Node) -> bool:
         if (known := self._nullable.get(node)) is None:
@@ -119,7 +119,7 @@ class Terminals:
 
     def run_into(self, triples: Sequence[tuple[Node, Node, Ranges]]) -> list[bool]:
         """Return for each triple whether some text of the first terminal may be followed by a character of the ranges
-        with which the second, read from the same place, may go on. Raises TooMuchWork.
+        with which the second, read from the same place, may continue. Raises TooMuchWork.
         """
         return self._any_text(
             [
@@ -144,7 +144,7 @@ class Terminals:
         return [one is not None and self._answers[one] for one in expressions]
 
     def _ask(self, expressions: list[str]) -> None:
-        """After a first character that says which, a terminal without a text cannot begin; one more always can."""
+        """Ask which expressions match a text: after a distinct first character, an empty terminal cannot begin."""
         if len(self._answers) + len(expressions) > MAX_QUESTIONS:
             raise TooMuchWork
         questions = [f'Q{i}: "\\u{i + 1:04x}" ({one})' for i, one in enumerate(expressions)]

@@ -1,4 +1,4 @@
-"""The Lark grammar of a text that is written as a JSON string, or before an end tag: its terminals are rewritten.
+"""Rewrites the terminals of a Lark grammar whose text is written in a JSON string or before an end tag.
 
 A schema has such a grammar under `LARK`; it comes from a custom tool, whose text is a string of the call's arguments.
 """
@@ -30,7 +30,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-# the imports that have characters that are rewritten, by their pattern in Lark's library
+# imports with characters that are rewritten -> their pattern in Lark's library
 _COMMON = {
     "ESCAPED_STRING": r'"(?:[^"\\]|\\.)*"',
     "SH_COMMENT": r"#[^\n]*",

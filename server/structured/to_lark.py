@@ -17,7 +17,7 @@ def to_lark(
     eos_ids: Sequence[int],
     schemas: list[tuple[str, Json]] | None = None,
 ) -> str:
-    """Return the grammar; appends the schemas that it has to `schemas`, with their places. Raises StructureError.
+    """Return the grammar; append its schemas, with their places, to `schemas`. Raises StructureError.
 
     Regular expressions and Lark texts are checked when the result is compiled.
     """

@@ -1,6 +1,4 @@
-"""Values that are written as plain text, if they are strings, and as JSON else: what a schema asks for, as regular
-expressions.
-"""
+"""Regular expressions for the values of a schema that are written as plain text if they are strings, else as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from quire.server.values import Json
 VALIDATING = frozenset({*ENFORCED, *LIMITED, *REFUSED, LARK})
 _NOT_FOR_TEXTS = ("$ref", "anyOf", "oneOf", "allOf")
 _GENERAL = {"integer": "number"}
-_KEYWORDS = {  # that say something of values of one type only
+_KEYWORDS = {  # that constrain values of one type only
     "string": ("minLength", "maxLength", "pattern", "format", LARK),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
@@ -42,7 +40,7 @@ _BEGINNINGS = {
 
 
 def alternatives(schema: Json, root: Json, path: str, depth: int = 0) -> Iterator[Any]:
-    """Schemas, without annotations, of which a value matches one; texts apart from others where that can be seen.
+    """Yield schemas, without annotations, of which a value matches one; texts apart from others where possible.
 
     `root` has the definitions. Raises StructureError.
     """
@@ -95,12 +93,12 @@ def is_text(schema: Json) -> bool:
 
 
 def may_be_text(schema: Json) -> bool:
-    """Return whether values of one of the `alternatives` that is no text may be strings, as far as `type` shows."""
+    """Return whether an alternative that is no text may also have strings as values, judging by `type`."""
     return isinstance(schema, dict) and constants(schema) is None and "string" in types_of(schema)
 
 
 def plain_terminal(schema: Json) -> str | None:
-    """Return the body of a terminal for the values of a schema that is no text; None if there is no simple one."""
+    """Return the body of a terminal for a non-text schema's values; None if there is no simple one."""
     if not isinstance(schema, dict):
         return None
     if schema.keys() == {"type"}:
@@ -116,9 +114,9 @@ def plain_terminal(schema: Json) -> str | None:
 
 
 def beginning(schema: Json, path: str) -> str:
-    """Return the terminal of the texts that the parsers would take for values of a schema that is no text.
+    """Return the terminal of the texts that the parsers would read as values of a non-text schema.
 
-    Raises StructureError if that is not to be seen.
+    Raises StructureError if they cannot be determined.
     """
     kind = schema.get("type") if isinstance(schema, dict) else None
     if isinstance(kind, str) and kind in _BEGINNINGS:

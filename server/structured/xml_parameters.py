@@ -24,7 +24,7 @@ from quire.server.structured.written_values import (
 )
 from quire.server.values import Json
 
-# style -> what comes before a value, with the property's name and whether the value is a plain text; and after it
+# style -> the text before a value, with the property's name and whether it is plain text; the text after it
 _FORMS = {
     "qwen_xml": ("<parameter={name}>", "</parameter>"),
     "minimax_xml": ('<parameter name="{name}">', "</parameter>"),
@@ -37,7 +37,7 @@ _SPACE = r"/[ \t\r\n]{0,8}/"
 def parameters(schema: Json, style: str, path: str, builder: Builder) -> str:
     """Return an expression for the properties of `schema`, in its order. Raises StructureError.
 
-    Other properties than those that it lists are not possible; a schema that lists none allows any, unless it says not.
+    Only listed properties are possible; a schema that lists none allows any, unless it forbids them.
     """
     try:
         check(schema)
@@ -89,7 +89,7 @@ def _value_tag(style: str, builder: Builder) -> str:
 
 
 def _text(after: str, path: str, builder: Builder, body: str = ANY_TEXT) -> str:
-    """Return a text of the terminal `body` up to and with `after`."""
+    """Return a text of the terminal `body` up to and including `after`."""
     pieces = builder.pieces(after)
     if len(pieces) == 1 and isinstance(pieces[0], str):
         return builder.rule(builder.terminal(body), f"[suffix={quoted(after)}]")
@@ -117,7 +117,7 @@ def _element(name: str, schema: Json, style: str, path: str, builder: Builder) -
         newlines = (r'"\n"', r'"\n"?') if style == "qwen_xml" else ("", "")  # which its parser takes for the tags'
         return f"{opening} {newlines[0]} {text} {newlines[1]} {builder.literal(after)}"
     bodies = [_terminal(text, path, builder) for text in texts]
-    if style == "deepseek_xml":  # the tag says which it is
+    if style == "deepseek_xml":  # the tag says whether the value is a string
         as_text = f"{opening} {_texts(bodies, style, path, builder)}"
         if not others:
             return as_text
@@ -135,7 +135,7 @@ def _element(name: str, schema: Json, style: str, path: str, builder: Builder) -
 
 
 def _opening(name: str, style: str, flag: str, builder: Builder) -> str:
-    """Return the text before a value; `flag`: whether it is a text, for formats that say so."""
+    """Return the text before a value; `flag`: whether the value is a text, for formats that state it."""
     return f"{builder.literal(_FORMS[style][0].format(name=name, text=flag))} {_value_tag(style, builder)}"
 
 
@@ -158,7 +158,7 @@ def _terminal(schema: dict[str, Any], path: str, builder: Builder) -> str:
 
 
 def _json(schemas: list[Any], root: Json, path: str, after: str, builder: Builder) -> str:
-    """JSON for one of the schemas, whose definitions are in `root`, including its end marker."""
+    """Return JSON for one of the schemas, whose definitions are in `root`, including its end marker."""
     whole = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     if isinstance(root, dict) and isinstance(whole, dict):
         whole = {**whole, **_definitions(root)}

@@ -1,4 +1,4 @@
-"""Tokens that hold, or begin, a text at which DRY's sequences end (`worker/sampling/chain/dry.py`)."""
+"""Tokens that contain, or begin, a DRY sequence breaker (`worker/sampling/chain/dry.py`)."""
 
 from __future__ import annotations
 

@@ -27,10 +27,13 @@ from quire.server.values import Json
 
 # same text as in transformers, so that a template that inspects it behaves the same
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-MAX_SECONDS, MAX_OWN_SECONDS = 1.0, 5.0  # for CPU time, for a template sent with a request and for the model's own
-MAX_OWN_CHARS = 2**27  # for text that the model's own template writes; another writes at most MAX_CHARS
+MAX_SECONDS, MAX_OWN_SECONDS = 1.0, 5.0  # of CPU time: for a template sent with a request, and for the model's own
+MAX_OWN_CHARS = 2**27  # of output of the model's own template; another writes at most MAX_CHARS
 _SHOWN_LINE = 200  # characters of a template's line in an error
-_IMAGE_PARTS: tuple[dict[str, Any], ...] = ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}})
+_MEDIA_PARTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "image": ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}}),
+    "video": ({"type": "video"}, {"type": "video_url", "video_url": {"url": ""}}, {"type": "video", "video": ""}),
+}
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first
 
 
@@ -68,10 +71,10 @@ class ChatTemplate:
             self.names = frozenset(node.name for node in environment.parse(source).find_all(nodes.Name))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: {error.message} (line {error.lineno})") from error
-        except Exception as error:  # the compiler's own limits, such as RecursionError for deep nesting
+        except Exception as error:  # the compiler's own errors, such as RecursionError for deep nesting
             raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         self.accepts_text, self.accepts_parts = self._probe_content()
-        self._image_parts: dict[str, dict[str, Any]] = {}
+        self._media_parts: dict[str, dict[str, Any]] = {}
 
     def render(
         self,
@@ -179,7 +182,7 @@ class ChatTemplate:
         tools: list[dict] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """Return the prompt for a conversation that is made up to learn what the template does; None if it fails."""
+        """Return the prompt for a made-up conversation that probes the template; None if it fails."""
         everything = {
             "messages": messages,
             "tools": tools,
@@ -196,7 +199,7 @@ class ChatTemplate:
 
     @cached_property
     def tool_support(self) -> ToolSupport:
-        """The template's support for tools and calls."""
+        """Return the template's support for tools and calls."""
         return probe_tools(self._probe, self.source)
 
     @cached_property
@@ -209,7 +212,7 @@ class ChatTemplate:
 
     @property
     def content_format(self) -> str:
-        """vLLM's name for it: "openai" if the template takes lists of parts, "string" if it takes text only."""
+        """Return vLLM's name of the content format: "openai" for lists of parts, "string" for text only."""
         return "openai" if self.accepts_parts else "string"
 
     def _fit_content(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -223,25 +226,25 @@ class ChatTemplate:
         elif isinstance(content, (list, tuple)):
             if self.accepts_parts:
                 message["content"] = [
-                    part if _is_image(part) else {"type": "text", "text": _part_text(part)} for part in content
+                    part if _is_medium(part) else {"type": "text", "text": _part_text(part)} for part in content
                 ]
             else:
                 message["content"] = "\n".join(_part_text(part) for part in content)
         return message
 
-    def image_part(self, placeholder: str) -> dict[str, Any]:
-        """Return the part of a message's content for which the template writes the placeholder of an image: a text part
-        that holds it, for a template that knows no images.
+    def media_part(self, kind: str, placeholder: str) -> dict[str, Any]:
+        """Return the part of a message's content for which the template writes the placeholder of an image or a video:
+        a text part that holds it, for a template that knows none.
         """
-        if placeholder not in self._image_parts:
-            for part in _IMAGE_PARTS if self.accepts_parts else ():
+        if placeholder not in self._media_parts:
+            for part in _MEDIA_PARTS[kind] if self.accepts_parts else ():
                 content = [part, {"type": "text", "text": "qzprobe"}]
                 if (self._attempt([{"role": "user", "content": content}]) or "").count(placeholder) == 1:
-                    self._image_parts[placeholder] = part
+                    self._media_parts[placeholder] = part
                     break
             else:
-                self._image_parts[placeholder] = {"type": "text", "text": placeholder}
-        return self._image_parts[placeholder]
+                self._media_parts[placeholder] = {"type": "text", "text": placeholder}
+        return self._media_parts[placeholder]
 
     def _fit_calls(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the message with its tool calls, and the id of the call that it answers, in the form the template
@@ -293,9 +296,9 @@ class ChatTemplate:
         return [*messages[:-1], last], final
 
 
-def _is_image(part: Json) -> bool:
-    """Return whether `part` is one that `image_part` may return."""
-    return part in _IMAGE_PARTS
+def _is_medium(part: Json) -> bool:
+    """Return whether `part` is one that `media_part` may return."""
+    return any(part in parts for parts in _MEDIA_PARTS.values())
 
 
 def _part_text(part: Json) -> str:
@@ -308,8 +311,8 @@ def _part_text(part: Json) -> str:
 
 
 def _parsed(arguments: str) -> Any:
-    """Return the object that the text of a call's arguments is. A text that is none stays text: a model has written it,
-    and its mistake must not end the conversation.
+    """Return the object in the text of a call's arguments. Any other text stays text: a model has written it, and its
+    mistake must not end the conversation.
     """
     if not arguments.strip():
         return {}
@@ -321,7 +324,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def _short_id(call_id: str) -> str:
-    """Nine letters and digits, the same for the same id."""
+    """Return nine letters and digits, the same for the same id."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
@@ -335,7 +338,7 @@ def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_tag(text: str, final: str) -> str:
-    """`text` up to the marker.
+    """Return `text` up to the marker.
 
     If the template stripped the marker's space, it also stripped the trailing space of the message.
     """

@@ -112,7 +112,7 @@ class Detokenizer:
         visible_ids: frozenset[int] = frozenset(),
         text_ends: frozenset[int] = frozenset(),
     ):
-        self.stopped: str | None = None  # the stop string that was hit
+        self.stopped: str | None = None  # the stop string that was found
         self.num_tokens = 0  # tokens pushed, up to the one that completed a stop string
         self.num_released = 0
         self._stream = tokenizer.stream(

@@ -7,7 +7,7 @@ any other pipeline gets `WindowDecoding`, which decodes a few tokens of context 
 do.
 
 The results of a stream's `push` and `finish` add up to exactly the full decode of prompt and output, minus the text of
-the prompt, and minus a character at the end whose bytes are not all there.
+the prompt, and minus an incomplete character at the end.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 def without_unfinished(data: bytes) -> bytes:
-    """UTF-8 without the first bytes of a character at its end whose other bytes are missing."""
+    """Return the UTF-8 without the bytes of an incomplete character at its end."""
     decoder = _utf8("replace")
     decoder.decode(data)
     return data[: len(data) - len(decoder.getstate()[0])]
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: character -> byte."""
+    """Return GPT-2's printable stand-ins for the 256 bytes: character -> byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -63,7 +63,7 @@ class ByteDecoding:
             return token.encode()
 
     def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> ByteStream:
-        """`raw_repeats` applies only to pieces; bytes have no spaces between added tokens."""
+        """Return a stream. `raw_repeats` is unused: bytes have no spaces between added tokens."""
         return ByteStream(self, prompt_ids, skip)
 
 
@@ -149,7 +149,7 @@ class PieceDecoding:
         return piece.encode() if isinstance(piece, str) else piece or b""
 
     def stream(self, prompt_ids: Sequence[int], skip: frozenset[int], raw_repeats: frozenset[int]) -> PieceStream:
-        """`raw_repeats` are the added tokens written without the separating space after another added token."""
+        """Return a stream. `raw_repeats`: added tokens without a space after another added token."""
         return PieceStream(self, prompt_ids, skip, raw_repeats)
 
 
@@ -264,7 +264,7 @@ class WindowDecoding:
 
     def token_bytes(self, token_id: int) -> bytes:
         token = self._token_of(token_id) or b""
-        if isinstance(token, bytes):  # as tokenizers that wrap tiktoken give them
+        if isinstance(token, bytes):  # as from tokenizers that wrap tiktoken
             return token
         if match := _BYTE_TOKEN.match(token):
             return bytes([int(match[1], 16)])
@@ -282,7 +282,7 @@ class WindowStream:
         self._skip = skip
         self._ids = self._context(prompt_ids)
         self._num_read = len(self._ids)
-        self._prefix = self._whole_characters(self._decode())  # the output completes an unfinished one of the prompt
+        self._prefix = self._whole_characters(self._decode())  # the output completes a character of the prompt
         self.held = False
 
     def _context(self, ids: Sequence[int]) -> list[int]:
@@ -321,8 +321,8 @@ class WindowStream:
         return self._read(self._whole_characters(self._decode()))
 
     def _whole_characters(self, text: str) -> str:
-        """`text`, which is that of the window, without an unfinished character at its end. The tokens' bytes tell its
-        U+FFFD from those that the text has.
+        """Return `text`, that of the window, without an unfinished character at its end. The tokens' bytes distinguish
+        its U+FFFD from those in the text.
         """
         if not text.endswith(REPLACEMENT):
             return text
@@ -346,7 +346,7 @@ _CLEAN_UP = (
 
 
 def clean_up_spaces(text: str) -> str:
-    """Equivalent of transformers' `clean_up_tokenization_spaces`."""
+    """Clean up spaces as transformers' `clean_up_tokenization_spaces`."""
     for old, new in _CLEAN_UP:
         text = text.replace(old, new)
     return text
@@ -385,7 +385,7 @@ class CleanUpStream:
 
 
 def decoding_of(backend: tokenizers.Tokenizer) -> ByteDecoding | PieceDecoding | WindowDecoding:
-    """Return the decoding class instance for this tokenizer's pipeline."""
+    """Return the decoding for this tokenizer's pipeline."""
     pipeline = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
     if pipeline is None:
         return PieceDecoding(backend.id_to_token, [lambda token, first: token if first else " " + token])

@@ -56,7 +56,7 @@ class Infill:
 
 
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
-    """Return the format that the tokenizer has tokens for; None if it has none."""
+    """Return the format for which the tokenizer has tokens; None if there is none."""
     for formats, suffix_first in ((_PREFIX_FIRST, False), (_SUFFIX_FIRST, True)):
         for texts in formats:
             marks = _ids(tokenizer, texts)

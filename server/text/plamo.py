@@ -1,4 +1,4 @@
-"""The tokenizer of PLaMo 2 and 3 (tokenizer.jsonl): pieces of text with scores, and bytes for characters without one.
+"""The tokenizer of PLaMo 2 and 3 (tokenizer.jsonl): scored pieces of text, and bytes for characters without a piece.
 
 A text is cut into the pieces whose scores have the largest sum, from its end to its beginning. Among equal sums the one
 with longer first pieces is taken, for which `tokenizers.models.Unigram`, which goes the other way, has no setting.
@@ -66,7 +66,7 @@ class PlamoTokenizer:
 
     @classmethod
     def load(cls, path: Path, config: Mapping[str, Json]) -> PlamoTokenizer:
-        """Raises ValueError for a file that is not such a vocabulary."""
+        """Load the vocabulary. Raises ValueError for a file that is none."""
         try:
             with open(path, encoding="utf-8") as file:
                 return cls([json.loads(line) for line in file if line.strip()], config)
@@ -152,7 +152,7 @@ class PlamoTokenizer:
         return ids
 
     def _text_bytes(self, token_id: int) -> bytes:
-        # the vocabulary of a model may be padded
+        # a model's vocabulary may be padded
         return self._byte_of.get(token_id) or (self.id_to_token(token_id) or "").encode()
 
 
@@ -166,5 +166,5 @@ class _Decoding(ByteDecoding):
 
 
 def with_defaults(config: dict[str, Json]) -> dict[str, Json]:
-    """Return the settings with those that the published class has."""
+    """Return the settings with the defaults of the published class."""
     return _DEFAULTS | {key: value for key, value in config.items() if value is not None}

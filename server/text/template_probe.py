@@ -1,8 +1,8 @@
-"""Capabilities of a chat template, found by rendering short conversations: tools, calls, results, and their form, and
+"""Capabilities of a chat template, found by rendering short conversations: tools, calls, results and their form, and
 system messages after the first one.
 
-Templates differ in what they take (arguments as an object or as text, ids of nine characters, `null` content) and say
-so nowhere; a template that cannot print something usually leaves it out without an error.
+Templates differ in the forms they take (arguments as an object or as text, ids of nine characters, `null` content) and
+do not declare them; a template that cannot print something usually omits it without an error.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | Non
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """A template's rendering of tools. The last three say in which form it takes calls; they have no meaning without
-    `calls`.
+    """A template's rendering of tools. The last three are the form in which it takes calls; they are meaningless
+    without `calls`.
     """
 
     tools: bool  # prints the tools
@@ -45,8 +45,8 @@ class ToolSupport:
 
 
 def probe_tools(render: Render, source: str) -> ToolSupport:
-    """A template that fails on a probe tells in its own words what it misses in a real conversation: it counts as one
-    that prints what its `source` names.
+    """Return the support for tools. A template that fails on the probes counts as one that prints what its `source`
+    names: in a real conversation its own error message tells what is missing.
     """
     user = {"role": "user", "content": "qzask"}
     printed = render([user], [TOOL])
@@ -65,8 +65,8 @@ def probe_tools(render: Render, source: str) -> ToolSupport:
 
 
 def probe_systems(render: Render) -> bool:
-    """Return whether a template prints several system messages at the beginning, and later ones. One that fails without
-    any, too, cannot be judged.
+    """Return whether a template prints several system messages at the beginning, and later ones. A template that fails
+    without any system message cannot be judged.
     """
     first, second = ({"role": "system", "content": text} for text in ("qzfirst", "qzsecond"))
     user, answer = {"role": "user", "content": "qzask"}, {"role": "assistant", "content": "qzanswer"}
@@ -92,20 +92,18 @@ def _variants(user: dict[str, Any], tools: bool) -> Iterator[tuple[ToolSupport, 
 
 
 def with_no_content(message: dict[str, Any], form: str) -> dict[str, Any]:
-    """`message`, which has no content, with the form of it that a template takes (`ToolSupport.no_content`)."""
+    """Return `message`, without content, in the form that a template takes (`ToolSupport.no_content`)."""
     return message if form == "missing" else {**message, "content": None if form == "null" else ""}
 
 
 def _prints_result(text: str) -> bool:
-    """Return whether the result is there, without the call."""
+    """Return whether the text has the result without the call."""
     call = text[text.rfind("qzask") :]
     return "qzresult" in call and not any(word in call for word in ("qzvalue", "None", "null"))
 
 
 def _prints_call(text: str, support: ToolSupport) -> bool:
-    """Return whether the call is there as the model would write it: no Python repr, no JSON text quoted a
-    second time.
-    """
+    """Return whether the text has the call as the model would write it: no Python repr, no doubly quoted JSON text."""
     call = text[text.rfind("qzask") :]
     wrong = ["'qzkey'", '\\"qzkey'] + ["None"] * (support.no_content == "null")
     return "qzvalue" in call and "qzresult" in call and not any(form in call for form in wrong)

@@ -1,9 +1,9 @@
-"""The Jinja environment of chat templates: what transformers offers them, within limits of CPU time and of the size of
-every value, because a template is a program of a stranger.
+"""The Jinja environment of chat templates: the same functions as in transformers, within limits of CPU time and of the
+size of every value, because a template is an untrusted program.
 
-The clock is read in every iteration of a loop and at every call and filter, so a template cannot compute for long
-without noticing. Work that C code does in one call (repeat, pad, replace, format) is refused before it begins if the
-result would be large.
+Every iteration of a loop, every call and every filter checks the clock, so a template cannot compute for long
+unnoticed. Work that C code does in one call (repeat, pad, replace, format) is refused before it begins if the result
+would be large.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _EscapeFormatter(SandboxedEscapeFormatter):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """`within(seconds, function)` bounds the templates that `function` renders in this thread."""
+    """The environment. `within(seconds, function)` bounds the templates that `function` renders in this thread."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
@@ -106,7 +106,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = tojson
         self.filters = {name: self._limited(name, function) for name, function in self.filters.items()}
         self.globals.update(dict=_PlainDict(), namespace=_Namespace)
-        del self.globals["lipsum"]  # text without end
+        del self.globals["lipsum"]  # unlimited text
 
     def within(self, seconds: float, function: Callable[[], str], *, trace: bool = False) -> str:
         """Return the result of `function`. Raises Limit after `seconds` of this thread's CPU time. `trace` looks at the
@@ -132,7 +132,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._clock.end = before
 
     def tick(self) -> None:
-        """Raises Limit if the time of this thread's template is over."""
+        """Raise Limit if the time of this thread's template is over."""
         end = getattr(self._clock, "end", None)
         if end is not None and time.thread_time() > end:
             raise Limit(f"the chat template computes for more than {self._clock.seconds:g} seconds")
@@ -152,7 +152,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def checked(self, value: Any) -> Any:
-        """`value`, an operand of `~`. Raises SecurityError if it is too long to be joined."""
+        """Return `value`, an operand of `~`. Raises SecurityError if it is too long to be joined."""
         _check_size(len(value) if isinstance(value, str) else 0)
         return value
 
@@ -196,7 +196,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return functools.update_wrapper(formatted, value)
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that looks at the clock and at the size of its result before it begins."""
+        """Return a filter that checks the clock and the size of its result before it runs."""
         estimate = _FILTERS.get(name)
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
 

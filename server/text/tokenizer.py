@@ -133,8 +133,8 @@ class Tokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool = True
     ) -> list[tuple[list[int], list[int | None], list[int]]]:
-        """Return the ids of each pair of texts, joined as the model expects, for each id the text, 0 or 1, it is of;
-        None for special tokens; and for each id its token type. Raises as `encode` does.
+        """Return for each pair of texts, joined as the model expects: the ids; for each id the text it belongs to (0 or
+        1, None for special tokens); and for each id its token type. Raises as `encode` does.
         """
         try:
             encodings = self._backend.encode_batch(list(pairs), add_special_tokens=add_special_tokens)
@@ -148,9 +148,7 @@ class Tokenizer:
         return clean_up_spaces(text) if self._clean_up else text
 
     def decode_characters(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the same without a character at the end whose bytes are not all there: the text that another may
-        continue.
-        """
+        """Return the same without an incomplete character at the end, so that another text may continue it."""
         text = self.decode(ids, skip_special_tokens)
         if not text.endswith(REPLACEMENT):
             return text
@@ -196,7 +194,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, including added ones; the model's vocabulary may be padded beyond it."""
+        """Return the number of tokens, including added ones; the model's vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -206,7 +204,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_chars(self) -> int:
-        """The length of the longest token in characters. A text with more characters per context position than this
+        """Return the most characters of a token. A text with more characters per context position than this
         cannot fit into the context.
         """
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
@@ -279,7 +277,7 @@ def _load_fast(cls: type[Tokenizer], folder: Path) -> Tokenizer:
         config.update(read_object(folder / "special_tokens_map.json"))
     try:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises a plain Exception
         raise ValueError(f"{folder}/tokenizer.json cannot be read: {error}") from error
     backend.no_truncation()
     backend.no_padding()
@@ -445,7 +443,7 @@ def _load_with_transformers(cls: type[Tokenizer], folder: Path, trust_remote_cod
 
     try:
         slow = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # any type: the folder's files decide which code runs
+    except Exception as error:  # any type: the folder's files determine which code runs
         raise ValueError(f"no tokenizer can be loaded from {folder}: {error}") from error
     backend = getattr(slow, "backend_tokenizer", None) or _PythonTokenizer(slow)
     of_tokenizer = {} if slow.chat_template is None else {"chat_template": slow.chat_template}

@@ -45,8 +45,8 @@ class Turns:
         max_waiting: int | None = None,
         what: str = "",
     ):
-        """`per_tenant` bounds the slots that one tenant holds at once, `max_waiting` its waiting pieces. `what`
-        names these in the error, in plural.
+        """Create a queue: `per_tenant` bounds the slots that one tenant holds at once, `max_waiting` its waiting
+        pieces. `what` names these in the error, in plural.
         """
         self._per_tenant = num_slots if per_tenant is None else per_tenant
         self._free = num_slots

@@ -51,7 +51,7 @@ _HEADERS = {
 
 
 async def _index(request: Request) -> Response:
-    """The application for browsers, where to go from here for clients that name JSON. Others get the text by which
+    """Serve the application to browsers, and links to clients that name JSON. Others get the text by which
     Ollama's clients know a server.
     """
     accepted, with_page = request.headers.get("accept", ""), request.app.state.server.config.server.ui
@@ -66,7 +66,7 @@ async def _index(request: Request) -> Response:
 
 
 async def _docs(request: Request) -> Response:
-    """The page that shows openapi.json; it asks for an API key if the server requires one."""
+    """Serve the page that shows openapi.json; it asks for an API key if the server requires one."""
     return _file("docs.html", request)
 
 

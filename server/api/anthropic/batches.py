@@ -28,7 +28,7 @@ _ENDED = {"cancelled": "canceled", "expired": "expired"}
 
 
 class _Posting(needs.Body, needs.Batches, Protocol):
-    """To begin a batch."""
+    """The state needed to begin a batch."""
 
 
 class Item(msgspec.Struct, kw_only=True):
@@ -162,7 +162,7 @@ async def results(request: Request, state: needs.Batches) -> Response:
 
 
 def _open(store: Store, batch: Batch) -> list[BinaryIO]:
-    """Return the files of results. Raises NotFound: each may have been deleted as a file or have expired."""
+    """Return the files of results. Raises NotFound for one that was deleted or has expired."""
     with ExitStack() as opened:
         try:
             ids = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]

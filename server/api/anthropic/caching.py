@@ -1,4 +1,4 @@
-"""Anthropic's `cache_control`: lifetime of a prompt in the cache, and the tokens that it adds to the cache."""
+"""Anthropic's `cache_control`: the lifetime of a cached prompt, and the tokens that it adds to the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
 class Caching(NamedTuple):
-    """`seconds` that the prompt is wanted, 0 without a `cache_control`; `num_tokens` of it that are cached then."""
+    """`seconds`: for how long the prompt is wanted, 0 without `cache_control`; `num_tokens`: its cached tokens."""
 
     seconds: float = 0.0
     num_tokens: int = 0
@@ -39,7 +39,7 @@ def seconds_wanted(body: PromptFields) -> float:
 
 
 def caching(seconds: float, num_prompt_tokens: int, state: needs.ConfiguredEngine) -> Caching:
-    """Return tokens of a prompt that its request leaves in the cache. The last token is always computed."""
+    """Return the prompt tokens that a request leaves in the cache. The last token is always computed."""
     size = state.ready.worker.block_size if state.ready is not None else 0
     if not seconds or not size or not state.config.cache.enable_prefix_caching:
         return Caching(seconds)

@@ -1,4 +1,4 @@
-"""Blocks that this server never makes: conversations that began at Anthropic bring them along.
+"""Blocks that this server never makes, in conversations that began at Anthropic.
 
 Calls of tools that Anthropic ran are rendered with their results, documents and search results with their text. Other
 blocks are left out of the prompt, and named in the Warning header.
@@ -167,8 +167,8 @@ def kind_of(block: msgspec.Struct) -> str:
 
 
 def left_out(blocks: Sequence[msgspec.Struct]) -> dict[int, str]:
-    """Return the places and types of those blocks of a message, or of a result, that no prompt has: among them calls
-    whose result is not in the same message.
+    """Return the places and types of the blocks of a message or result that no prompt has, among them calls whose
+    result is not in the same message.
     """
     if not any(isinstance(block, ForeignBlock) for block in blocks):
         return {}
@@ -186,8 +186,8 @@ def _is_left_out(block: msgspec.Struct, answered: set[str]) -> bool:
 
 
 def call_of(block: ForeignCall | None, result: ForeignResult) -> dict[str, object]:
-    """Return the call that a result is of, as templates expect it; `block` is None if the message has only the result,
-    whose type says which tool it was.
+    """Return the call of a result, as templates expect it; `block` is None if the message has only the result, whose
+    type names the tool.
     """
     name = kind_of(result).removesuffix("_tool_result") if block is None else block.name
     arguments = {} if block is None else block.input

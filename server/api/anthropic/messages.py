@@ -71,7 +71,7 @@ def _prepare(request: Request, body: MessagesRequest, state: needs.Preparing) ->
 
     def finish() -> Prepared:
         (one,) = prepare(wanted, state)
-        body.messages, wanted.prompts = [], []  # freed here, in the thread: it takes long
+        body.messages, wanted.prompts = [], []  # freed here, in the thread: freeing takes long
         return body, one, caching(seconds, len(one.prompt_token_ids), state)
 
     return after_images(wanted, state, wanted.tenant, finish)

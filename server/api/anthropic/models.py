@@ -26,7 +26,7 @@ class ModelPage(msgspec.Struct, kw_only=True):
 
 
 def timestamp(seconds: int | None) -> str | None:
-    """RFC 3339."""
+    """Return the time in the form of RFC 3339."""
     return seconds and datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 

@@ -26,7 +26,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 def stopped(finish_reason: str | None, stop_reason: int | str | None, clipped: bool) -> tuple[str | None, str | None]:
-    """(stop_reason, stop_sequence). `clipped`: the context holds less than the request's max_tokens."""
+    """Return (stop_reason, stop_sequence). `clipped`: the context holds less than the request's max_tokens."""
     if finish_reason == "length" and clipped and stop_reason != "timeout":
         return "model_context_window_exceeded", None
     if finish_reason == "stop" and isinstance(stop_reason, str):
@@ -79,7 +79,7 @@ class Stream:
     def __init__(self, message: MessageResponse, used: TokenUsage, clipped: bool, cached: Caching):
         self.message, self.used, self.clipped, self.cached = message, used, clipped, cached
         self.started = False
-        self.index = -1  # for the block that is open
+        self.index = -1  # of the open block
         self.open: str | None = None  # its type
 
     async def frames(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
@@ -113,7 +113,7 @@ class Stream:
     def _event(self, event: Event) -> Iterator[bytes]:
         match event:
             case Content(text):
-                if self.open == "text" or text.strip():  # white space between blocks is no block
+                if self.open == "text" or text.strip():  # white space alone between blocks makes no block
                     yield from self._in("text", {"type": "text", "text": ""})
                     yield self._delta("text_delta", text=text)
             case Reasoning(text):

@@ -23,7 +23,7 @@ from quire.server.api.anthropic.protocol import (
 from quire.server.errors import BadRequest
 from quire.server.generate.transfer import read_transfer
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
-from quire.server.media.inputs import ImageInput
+from quire.server.media.inputs import MediaInput
 from quire.server.request import tools as neutral
 from quire.server.request.request import Conversation, GenerationSpec, options_of
 from quire.server.structured.structure import Structure
@@ -33,7 +33,7 @@ _OF_USER = (ImageBlock, Document, SearchResult)
 
 
 def spec(body: MessagesRequest, thinks: bool, **identity: Json) -> GenerationSpec:
-    """`thinks`: whether the model can think before it answers. `identity`: request_id, priority, tenant, background."""
+    """Return the spec. `thinks`: the model can think. `identity`: request_id, priority, tenant, background."""
     return GenerationSpec(
         prompts=conversation(body, thinks),
         options=options_of(body, stop=body.stop_sequences),
@@ -41,7 +41,7 @@ def spec(body: MessagesRequest, thinks: bool, **identity: Json) -> GenerationSpe
         cache_salt=body.cache_salt,
         prompt_param="messages",
         transfer=read_transfer(body.kv_transfer_params),
-        clip_max_tokens=True,  # max_tokens is mandatory, and clients send their model's
+        clip_max_tokens=True,  # max_tokens is mandatory, and clients send the limit of their model
         **identity,
     )
 
@@ -71,7 +71,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
     return "\n".join(block.text for block in content)
 
 
-# blocks, and where in the request they are
+# blocks, and their paths in the request
 Illustrated = list[tuple[TextBlock | ImageBlock | Document | SearchResult, str]]
 
 
@@ -92,15 +92,15 @@ def _content(blocks: Illustrated) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _image(block: ImageBlock, path: str) -> ImageInput:
+def _image(block: ImageBlock, path: str) -> MediaInput:
     source = block.source
     if isinstance(source, Base64Source):
-        return ImageInput(param=f"{path}.source.data", base64=source.data)
-    return ImageInput(param=f"{path}.source.url", url=source.url)
+        return MediaInput(param=f"{path}.source.data", base64=source.data)
+    return MediaInput(param=f"{path}.source.url", url=source.url)
 
 
 def _result(result: ToolResult, path: str) -> str | list[dict[str, Any]]:
-    """Return the content of a tool's result; that of a failure begins with "Error: "."""
+    """Return the content of a tool's result; a failure begins with "Error: "."""
     if isinstance(result.content, list):
         left_out = result.unread()
         blocks = [(block, f"{path}.content.{i}") for i, block in enumerate(result.content) if i not in left_out]
@@ -148,9 +148,7 @@ def _user(message: InputMessage, path: str) -> list[dict[str, Any]]:
 
 
 def _assistant(message: InputMessage, path: str) -> list[dict[str, Any]]:
-    """Return a message of the assistant; the results of tools that its server ran end one message, and begin
-    the next.
-    """
+    """Return a message of the assistant; results of tools that its server ran end one message, and start the next."""
     left_out, out, turn = message.unread(), [], _Turn()
     for i, block in enumerate(message.content):
         where = f"{path}.content.{i}"
@@ -182,7 +180,7 @@ class _Turn:
         return not (self.texts or self.calls or self.thoughts)
 
     def take(self, block: msgspec.Struct, path: str) -> bool:
-        """Return whether the assistant may say such a block. Raises BadRequest."""
+        """Add a block; return whether the assistant may have such a block. Raises BadRequest."""
         match block:
             case TextBlock():
                 self.texts.append(block.text)
@@ -251,7 +249,7 @@ def _choice(body: PromptFields, tools: list[neutral.Tool]) -> neutral.ToolChoice
 
 
 def _reasoning(body: PromptFields, thinks: bool) -> neutral.Reasoning:
-    """A budget is a maximum, to which a model that does not think keeps as well."""
+    """Return the thinking settings. A budget is a maximum, which a model that does not think also meets."""
     effort = body.output_config and body.output_config.effort
     thinking = body.thinking
     if thinking is None or not thinks:

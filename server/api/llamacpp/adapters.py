@@ -19,11 +19,11 @@ from quire.server.lora.fields import LoraScales
 
 
 class _Listing(needs.Adapters, needs.Choice, Protocol):
-    """To list the adapters that a key may see."""
+    """The state needed to list the adapters that a key may see."""
 
 
 class _Posting(needs.Body, needs.Readiness, needs.Adapters, Protocol):
-    """To set the adapters' scales."""
+    """The state needed to set the adapters' scales."""
 
 
 class ListedAdapter(msgspec.Struct, kw_only=True):

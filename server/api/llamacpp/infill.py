@@ -105,7 +105,7 @@ def _prepare(request: Request, body: InfillRequest, state: needs.Preparing) -> G
 
 
 def spec(body: InfillRequest, **identity: Json) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant, background, adapters."""
+    """Return the spec. `identity`: request_id, priority, tenant, background, adapters."""
     limit = body.n_predict
     return GenerationSpec(
         prompts=[body.input_prefix + (body.prompt or "")],

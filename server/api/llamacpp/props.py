@@ -16,7 +16,7 @@ from quire.server.keys.access import require_model
 
 
 class _Server(needs.Version, needs.Engine, needs.Media, needs.Text, needs.Choice, Protocol):
-    """To describe the server to clients of llama.cpp."""
+    """The state needed to describe the server to clients of llama.cpp."""
 
 
 class Props(msgspec.Struct, kw_only=True):

@@ -18,12 +18,12 @@ from quire.server.http.route import Route
 from quire.server.http.sse import JsonResponse
 
 MAX_NAME_BYTES = 200
-TIMEOUT = 600.0  # seconds: of copying and of the disk
+TIMEOUT = 600.0  # seconds, for copying and disk access
 _RANK = re.compile(r".*\.rank\d+")
 
 
 class _Server(needs.Engine, needs.Settings, needs.Threads, Protocol):
-    """To read a body, and to call the engine."""
+    """The state needed to read a body, and to call the engine."""
 
 
 class Slot(msgspec.Struct, kw_only=True):
@@ -68,7 +68,7 @@ async def act(request: Request, state: _Server) -> Response:
     """Save, restore or erase a slot, as `action` of the query says. Raises NoSlotFiles, BadRequest."""
     if not state.config.cache.slot_save_path:
         raise NoSlotFiles("This server does not support slots action. Start it with `--slot-save-path`")
-    if "origin" in request.headers:  # a web page
+    if "origin" in request.headers:  # sent by a web page
         require_deliberate(request)
     number = request.path_params["id"]
     if not re.fullmatch(r"[0-9]{1,9}", number):
@@ -109,7 +109,7 @@ async def _done(
 
 
 def file_name(body: bytes) -> str:
-    """Return the name in a body. Raises BadRequest for one that is no plain name of a file."""
+    """Return the name in a body. Raises BadRequest unless it is a plain file name."""
     try:
         name = msgspec.json.decode(body, type=SlotFile).filename
     except (msgspec.DecodeError, UnicodeError):

@@ -19,7 +19,7 @@ from quire.server.request.progress import PromptProgress
 from quire.server.request.usage import TokenUsage
 from quire.server.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
+LOWEST = -9999.0  # replaces minus infinity, which JSON lacks
 
 
 def now() -> str:
@@ -27,16 +27,14 @@ def now() -> str:
 
 
 class Answer:
-    """Writes the deltas of one choice. `chat`: as messages, else as texts. With a `tokenizer`, log-probabilities are
-    told, too.
-    """
+    """Writes the deltas of one choice. `chat`: as messages, else as texts. With a `tokenizer`, also logprobs."""
 
     def __init__(self, model: str, one: GenerationRequest, chat: bool, tokenizer: Tokenizer | None = None):
         self.model, self.chat, self.tokenizer = model, chat, tokenizer
         self.num_alternatives = one.sampling.logprobs or 0
         self.started, self.first_token, self.ended = time.monotonic_ns(), 0, 0
         self.used = TokenUsage.for_requests([one])
-        self.call: dict[str, Any] | None = None  # which is being received
+        self.call: dict[str, Any] | None = None  # being received
         self.arguments: list[str] = []
 
     async def lines(self, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
@@ -77,7 +75,7 @@ class Answer:
         return out
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
-        """Return one object with everything that the parts say."""
+        """Return one object that combines all parts."""
         parts = [part for delta in deltas for part in self.parts(delta)]
         whole = parts[-1]
         if self.tokenizer is not None:
@@ -116,7 +114,7 @@ class Answer:
                 return []
 
     def _ended_call(self) -> list[dict[str, Any]]:
-        """A call is sent when its arguments are complete, because they are an object."""
+        """Return a call once its arguments, a JSON object, are complete."""
         if self.call is None:
             return []
         call, self.call = self.call, None
@@ -139,7 +137,7 @@ class Answer:
             "done": True,
             "done_reason": "length" if finish_reason in ("length", "timeout") else "stop",
             "total_duration": end - self.started,
-            "load_duration": 0,  # the model was there
+            "load_duration": 0,  # the model was already loaded
             "prompt_eval_count": self.used.num_prompt,
             "prompt_eval_duration": first - self.started,
             "eval_count": self.used.num_output,

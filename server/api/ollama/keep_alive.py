@@ -8,8 +8,8 @@ from quire.server.http.cache_hint import MAX_SECONDS
 
 
 def keep_alive_seconds(value: str | float | None) -> float:
-    """Seconds: a number of them, or a duration of Go such as 5m or 1h30m. 0: not at all; below 0: as long as possible.
-    Raises BadRequest for an invalid duration.
+    """Return the seconds of a number, or of a Go duration such as 5m or 1h30m. 0: not kept; negative: as long as
+    possible. Raises BadRequest for an invalid duration.
     """
     if value is None or value == "":
         return 0.0

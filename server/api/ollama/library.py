@@ -35,7 +35,7 @@ Lines = AsyncGenerator[dict[str, Any], None]
 
 
 class _Changing(needs.Body, needs.Settings, needs.Names, Protocol):
-    """To change the library."""
+    """The state needed to change the library."""
 
     pulls: Pulls
 
@@ -51,8 +51,8 @@ class _Named(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
     @property
-    def wanted(self) -> str:
-        """The model. Raises BadRequest without one."""
+    def requested_model(self) -> str:
+        """Return the requested model. Raises BadRequest without one."""
         if not (found := (self.model or self.name or "").strip()):
             raise BadRequest("Missing required parameter: model.", param="model")
         return found
@@ -119,7 +119,7 @@ class Line(msgspec.Struct, kw_only=True):
 async def pull(request: Request, state: _Changing) -> Response:
     """Download a model, if the server was started with --allow-downloads."""
     body = await use_body(request, PullRequest, state, lambda body: body)
-    model = _no_path(body.wanted)
+    model = _no_path(body.requested_model)
     _require_downloads(state)
     _located(model)
     state.pulls.require_room()
@@ -129,7 +129,7 @@ async def pull(request: Request, state: _Changing) -> Response:
 async def create(request: Request, state: _Changing) -> Response:
     """Name a model with a system prompt, parameters and first messages, which `quire serve NAME` applies."""
     body = await use_body(request, CreateRequest, state, lambda body: body)
-    name = body.wanted
+    name = body.requested_model
     try:
         aliases.check_name(name)
         entry = _entry(body, state)
@@ -145,7 +145,7 @@ async def create(request: Request, state: _Changing) -> Response:
 
 
 def _entry(body: CreateRequest, state: _Changing) -> Entry:
-    """Raises ValueError."""
+    """Return the entry of a body. Raises ValueError."""
     given = modelfile.parse(body.modelfile) if body.modelfile else Entry("")
     licenses = [body.license] if isinstance(body.license, str) else body.license or []
     base = body.base or given.base
@@ -164,12 +164,12 @@ def _entry(body: CreateRequest, state: _Changing) -> Entry:
 
 
 def _placed(entry: Entry, state: _Changing) -> Entry:
-    """Return the entry on its base, which may be the served model by its served name. Raises ValueError."""
+    """Return the entry with its base resolved, which may be the served model by name. Raises ValueError."""
     return creation.placed(entry, None, state.sources.get(served_name(entry.base, state)))
 
 
 async def _created(name: str, entry: Entry, lacks_base: bool, adapters: list[str], state: _Changing) -> Lines:
-    """Download what is missing, and keep the entry."""
+    """Download missing files, and store the entry."""
     download_dir = state.config.model.download_dir
     for model in [entry.base] * lacks_base + adapters:
         async with contextlib.aclosing(state.pulls.pull(model, download_dir, adapter=model in adapters)) as lines:
@@ -205,7 +205,7 @@ async def copy(request: Request, state: _Changing) -> Response:
 async def delete(request: Request, state: _Changing) -> Response:
     """Remove a downloaded model, or a name; never the model that is served, nor files of other programs."""
     body = await use_body(request, DeleteRequest, state, lambda body: body)
-    model = body.wanted
+    model = body.requested_model
     if aliases.find(model) is None:
         _no_path(model)
     if served_name(model, state) in state.names or any(_is_served(model, one) for one in set(state.sources.values())):
@@ -227,11 +227,11 @@ async def _changed(work: Callable[[], object]) -> None:
 
 
 def _is_served(model: str, served: str) -> bool:
-    """Return whether `model` is the `served` one by name, or has the files that it is served from."""
+    """Return whether `model` is the `served` one by name, or has the files of the served model."""
     if aliases.canonical(model) == aliases.canonical(served):
         return True
     if aliases.find(model) is not None:
-        return False  # only a name goes
+        return False  # only a name is removed
     ours, theirs = _located(model), _located(served)
     named, used = hub_patterns(ours), hub_patterns(theirs)
     repositories = {(named[0] if named else ours), (used[0] if used else theirs)}
@@ -259,7 +259,7 @@ def _require_downloads(state: needs.Settings, why: str = "") -> None:
 
 
 async def _respond(request: Request, streams: bool | None, lines: Lines) -> Response:
-    """Return the lines as they come, or `success` after the last of them."""
+    """Stream the lines, or return `success` after the last one."""
     if streams is not False:
         response = sse.EventStream(sse.to_the_end(_encoded(lines), request.scope["path"], _error_line, b""), 0)
         response.raw_headers = list(HEADERS)

@@ -22,20 +22,20 @@ from quire.server.keys.access import names_for, require_model
 from quire.server.model_info import ModelInfo
 from quire.server.startup.model_details import ModelDetails, in_words
 
-API_VERSION = "0.12.11"  # the release of Ollama whose API is spoken; clients refuse older ones
+API_VERSION = "0.12.11"  # the release of Ollama whose API is implemented; clients refuse older ones
 FAR_AWAY = "2318-12-31T00:00:00Z"  # a served model stays
 
 
 class _Reading(needs.Details, needs.Readiness, Protocol):
-    """To read the details of the model's files."""
+    """The state needed to read the details of the model's files."""
 
 
 class _Listing(needs.Settings, _Reading, needs.Names, Protocol):
-    """To list the model."""
+    """The state needed to list the model."""
 
 
 class _Running(_Listing, needs.Engine, needs.Model, Protocol):
-    """To list the loaded model."""
+    """The state needed to list the loaded model."""
 
 
 class _Loaded(needs.Engine, needs.Model, Protocol):
@@ -43,7 +43,7 @@ class _Loaded(needs.Engine, needs.Model, Protocol):
 
 
 class _Showing(_Listing, needs.Tokenizing, Protocol):
-    """To show the model."""
+    """The state needed to show the model."""
 
 
 def served_name(name: str, state: needs.Names) -> str:
@@ -99,7 +99,7 @@ async def tags(request: Request, state: _Listing) -> Response:
 
 
 def loaded_facts(state: _Loaded, found: ModelDetails) -> dict[str, Any]:
-    """Return what Ollama says of a loaded model, in addition to its files."""
+    """Return Ollama's facts about a loaded model, in addition to those of its files."""
     plan = state.ready.worker.plan if state.ready else None
     return {
         "expires_at": FAR_AWAY,
@@ -126,7 +126,7 @@ async def show(request: Request, state: _Showing) -> Response:
     model = state.require_ready()
     require_model(caller(request), served_name(name, state), state)
     found = await _read(state)
-    # clients size their prompts by it: the served length may be below the trained length
+    # clients size prompts by this value: the served length may be below the trained length
     embeds = model.pooling is not None and "embed" in model.pooling.tasks
     served = {f"{found.family}.context_length": text_limit(model) if embeds else model.max_model_len}
     if embeds:

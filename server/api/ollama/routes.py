@@ -59,13 +59,13 @@ async def generate(request: Request, state: needs.Completion) -> Response:
 
 
 def _prepare(body: B, spec: GenerationSpec | None, state: needs.Prompting) -> Work[B]:
-    """`spec` is None for a request that only loads the model."""
+    """Prepare a request; `spec` is None for one that only loads the model."""
     if spec is None:
         return body, None
 
     def finish() -> tuple[B, GenerationRequest]:
         (one,) = prepare(spec, state)
-        spec.prompts, spec.images = [], []  # freed here, in the thread: it takes long
+        spec.prompts, spec.media = [], []  # freed here, in the thread: it takes long
         if isinstance(body, ChatRequest):
             body.messages = None
         else:

@@ -7,7 +7,7 @@ from typing import Any
 from quire.server.api.ollama.protocol import ChatMessage, ChatRequest, GenerateRequest, Options
 from quire.server.errors import BadRequest
 from quire.server.http.parse_body import MAX_NESTING, deeper_than
-from quire.server.media.inputs import ImageInput
+from quire.server.media.inputs import MediaInput
 from quire.server.request.limits import INT64_MAX
 from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec, options_of
 from quire.server.request.samplers import LAST_TOKENS
@@ -15,13 +15,13 @@ from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
 
-# Ollama's. Its repeat_penalty of 1.1 counts the last 64 tokens; one that counts all of a long prompt would change code
-# and tables, so that it stays 1 unless the request sets it.
+# Ollama's defaults. Its repeat_penalty of 1.1 counts the last 64 tokens; applied to a long prompt, it would change code
+# and tables, so it stays 1 unless the request sets it.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repeat_last_n": LAST_TOKENS}
 
 
 def chat_spec(body: ChatRequest, **identity: Json) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant, background."""
+    """Return the spec. `identity`: request_id, priority, tenant, background."""
     tools = [Tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in body.tools or ()]
     if len({tool.name for tool in tools}) < len(tools):
         raise BadRequest("tools: two tools have the same name.", param="tools")
@@ -37,12 +37,12 @@ def chat_spec(body: ChatRequest, **identity: Json) -> GenerationSpec:
 
 
 def generate_spec(body: GenerateRequest, **identity: Json) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant, background."""
+    """Return the spec. `identity`: request_id, priority, tenant, background."""
     if body.raw:
         if body.system:
             raise BadRequest("system needs the template, which raw leaves out.", param="system")
         raw = _spec(body, [body.prompt or ""], "prompt", identity)
-        raw.images = _images(body.images, "images")
+        raw.media = _images(body.images, "images")
         return raw
     system = [{"role": "system", "content": body.system}] if body.system else []
     question = {"role": "user", "content": _content(body.prompt, body.images, "images")}
@@ -97,8 +97,8 @@ def _content(text: str | None, images: list[str] | None, path: str) -> str | lis
     return [*parts, {"type": "text", "text": text}] if text else parts
 
 
-def _images(images: list[str] | None, path: str) -> list[ImageInput]:
-    return [ImageInput(param=f"{path}.{i}", base64=image) for i, image in enumerate(images or ())]
+def _images(images: list[str] | None, path: str) -> list[MediaInput]:
+    return [MediaInput(param=f"{path}.{i}", base64=image) for i, image in enumerate(images or ())]
 
 
 def _message(message: ChatMessage, path: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def admit(request: Request, body: GenerationFields, state: needs.Admission, prefix: str) -> dict[str, Any]:
-    """Check that the server can take a request now. Returns what identifies it in its `GenerationSpec`.
+    """Check that the server can take a request now. Returns the identity fields of its `GenerationSpec`.
 
     Raises Unavailable, NotFound for the model, BadRequest.
     """
@@ -108,7 +108,7 @@ class Answer(ABC):
         """Return the events for one delta; may be empty."""
 
     def filled(self, kind: type[T], choices: list[Any], timings: Timings | msgspec.UnsetType, **more: object) -> T:
-        """Return an object of `kind` with the members that answers and chunks have in common."""
+        """Return an object of `kind` with the members that answers and chunks share."""
         return kind(
             id=self.id,
             created=self.created,

@@ -37,11 +37,11 @@ _UNITS = {"m": 60, "h": 3600, "d": 86400}
 
 
 class _Reading(needs.Batches, needs.Names, Protocol):
-    """To show batches."""
+    """The state needed to show batches."""
 
 
 class _Posting(_Reading, needs.Body, Protocol):
-    """To begin a batch."""
+    """The state needed to begin a batch."""
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):

@@ -54,7 +54,7 @@ def _prepare(request: Request, body: ChatCompletionRequest, state: needs.Prepari
 
     def finish() -> Prepared:
         (one,) = prepare(spec, state)
-        # freed here, in the thread: it takes long
+        # freed here, in the thread: freeing takes long
         body.messages, body.documents, body.chat_template_kwargs, spec.prompts = [], None, None, []
         return body, one
 
@@ -131,7 +131,7 @@ class ChatAnswer(Answer):
         )
 
     def _with_tokens(self) -> bool:
-        """Return whether every token must be reported, in addition to the text."""
+        """Return whether tokens are reported in addition to the text."""
         return bool(self.body.logprobs or self.body.return_token_ids or self.running_usage)
 
     def _token_event(self, delta: Delta, content: ChatDelta) -> bytes:

@@ -39,7 +39,7 @@ async def completions(request: Request, state: needs.Completion) -> Response:
 def _prepare(request: Request, body: CompletionRequest, state: needs.Preparing) -> list[GenerationRequest]:
     identity = admit(request, body, state, ID_PREFIX)
     requests = prepare(completion_spec(body, **identity), state)
-    body.prompt = ""  # freed here, in the thread: it takes long
+    body.prompt = ""  # freed here, in the thread: freeing takes long
     return requests
 
 

@@ -92,7 +92,7 @@ def _too_large() -> PayloadTooLarge:
 
 
 def _no_room(size: int) -> ApiError:
-    """Return the error for more than the `size` bytes that are held for a body."""
+    """Return the error for a body of more than the `size` bytes reserved for it."""
     if size == MAX_BODY_BYTES:
         return _too_large()
     return BadRequest(
@@ -118,7 +118,7 @@ async def _store(request: Request, form: FormData, batches: Batches, size: int) 
 
 
 def _life(form: FormData) -> int | None:
-    """Return seconds until the file expires; None: never."""
+    """Return seconds until the file expires; None if never."""
     given = form.get("expires_after[seconds]")
     return None if given is None else bounded_int(given, MIN_LIFE, MAX_LIFE, "expires_after[seconds]")
 

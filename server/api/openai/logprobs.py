@@ -15,13 +15,13 @@ from quire.server.api.openai.objects import (
 )
 from quire.server.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
+LOWEST = -9999.0  # replaces minus infinity, which JSON lacks
 
 
 class Formatter:
     """Formats the log-probabilities of one choice.
 
-    `top` is how many alternatives the request asked for; `as_ids` writes tokens as "token_id:N".
+    `top` is the number of requested alternatives; `as_ids` writes tokens as "token_id:N".
     """
 
     def __init__(self, tokenizer: Tokenizer, top: int, *, as_ids: bool = False, skip_special_tokens: bool = True):
@@ -45,9 +45,7 @@ class Formatter:
         return ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, entries[1:])
 
     def completion(self, positions: list[TokenLogprobs], first_token_id: int | None = None) -> CompletionLogprobs:
-        """`first_token_id` is the prompt's first token, which nothing predicts, when `positions` are those of an echoed
-        prompt.
-        """
+        """Return parallel lists. `first_token_id` is an echoed prompt's first token, which has no log-probability."""
         out = CompletionLogprobs([], [], [], [])
         if first_token_id is not None:
             self._append(out, first_token_id, None, None)
@@ -72,7 +70,7 @@ class Formatter:
         return [None, *(self._prompt_position(position) for position in positions)]
 
     def _prompt_position(self, position: TokenLogprobs) -> dict[int, PromptLogprob]:
-        """Alternatives are ranked by their order; the actual token has the rank that the engine reports."""
+        """Return the entries. Alternatives are ranked by order; the actual token has the engine's rank."""
         ranked = {
             token_id: PromptLogprob(max(logprob, LOWEST), rank, self.tokenizer.id_to_token(token_id))
             for rank, (token_id, logprob) in enumerate(

@@ -17,6 +17,7 @@ _SHORTEST = 0.001  # seconds over which a rate is told
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
     image_tokens: int | UnsetType = UNSET  # for a prompt with images
+    video_tokens: int | UnsetType = UNSET  # for a prompt with videos
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -40,7 +41,7 @@ class Usage(msgspec.Struct):
             usage.num_prompt,
             usage.num_output,
             usage.num_prompt + usage.num_output,
-            PromptTokensDetails(counts.cached, usage.num_images or UNSET),
+            PromptTokensDetails(counts.cached, usage.num_images or UNSET, usage.num_videos or UNSET),
             CompletionTokensDetails(usage.num_reasoning, *(usage.predicted or ())),
         )
 

@@ -1,4 +1,4 @@
-"""llama.cpp's and Ollama's names in bodies of OpenAI's dialect, which their clients keep when they change servers."""
+"""llama.cpp's and Ollama's field names in OpenAI bodies, kept by clients that change servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.server.values import Json
 
 
 def translate_names(body: GenerationFields) -> None:
-    """Write the values of other names to OpenAI's fields. Raises BadRequest for two names with different values."""
+    """Copy the values of other names to OpenAI's fields. Raises BadRequest for two names with different values."""
     _translate_options(body)
     if body.repeat_penalty is not None:
         _set(body, "repetition_penalty", body.repeat_penalty, "repeat_penalty")
@@ -47,7 +47,7 @@ def structure_with_format(body: GenerationFields) -> Structure | None:
 
 
 def _translate_options(body: GenerationFields) -> None:
-    """Ollama's `options`, which set what the body leaves open."""
+    """Apply Ollama's `options` to fields that the body does not set."""
     if (options := body.options) is None:
         return
     for name in (*SamplingFields.__struct_fields__, "stop"):
@@ -80,8 +80,8 @@ def max_tokens_param(body: GenerationFields, name: str) -> str:
 
 
 def is_unlimited(body: GenerationFields) -> bool:
-    """Return whether the output may take all that the context holds: n_predict, or Ollama's num_predict, is not above
-    0, and no other name sets a limit.
+    """Return whether the output may fill the context: n_predict, or Ollama's num_predict, is not above 0, and no other
+    name sets a limit.
     """
     limits = (body.n_predict, body.options and body.options.num_predict)
     return body.max_tokens is None and any(limit is not None and limit <= 0 for limit in limits)

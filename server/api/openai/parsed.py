@@ -1,4 +1,4 @@
-"""Events of a parsed answer (`server/parsers/events.py`) as the API has them: a message, or the deltas of a stream."""
+"""Events of a parsed answer (`server/parsers/events.py`) in the API's form: a message, or the deltas of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EventWriter:
         excluded = body.include_reasoning is False or (body.reasoning is not None and body.reasoning.exclude)
         names = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
         self.reasoning_fields = () if excluded else names
-        self.old_form = bool(body.functions)  # one call, as `function_call`
+        self.old_form = bool(body.functions)  # a single call, as `function_call`
         self.custom = frozenset(tool.custom.name for tool in body.tools or () if tool.custom is not None)
         self.custom_calls: set[tuple[int, int]] = set()  # (choice, call) of a stream
 

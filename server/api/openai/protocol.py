@@ -282,7 +282,18 @@ class ImageUrl(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[dict[str, tuple]] = {}
 
 
-READ_PARTS = frozenset({"text", "refusal", "image_url"})
+class VideoUrl(msgspec.Struct, kw_only=True):
+    """`url` is a data: URL, or one that the server's settings allow; it may be left out for a part whose `uuid` is
+    cached.
+    """
+
+    url: ImageText | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {}
+
+
+READ_PARTS = frozenset({"text", "refusal", "image_url", "video_url"})
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -290,13 +301,13 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: Text | None = None
     refusal: Text | None = None
     image_url: ImageUrl | ImageText | None = None
-    uuid: ImageName | None = None  # under which an image is cached
+    video_url: VideoUrl | ImageText | None = None
+    uuid: ImageName | None = None  # under which an image or a video is cached
 
     harmless: ClassVar = frozenset({"cache_control", "annotations"})
     unsupported: ClassVar[dict[str, tuple]] = {
         "input_audio": (),
         "audio_url": (),
-        "video_url": (),
         "file": (),
         "image": (),
         "video": (),

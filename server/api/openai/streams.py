@@ -21,13 +21,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{16,64}")
 
 
 class _Keeping(needs.Settings, needs.Streams, Protocol):
-    """To send the rest of a stream."""
+    """The state needed to send the rest of a stream."""
 
 
 def stream_name(request: Request, streams: bool | None) -> str | None:
-    """Return the name that the client gave the stream of its answer in order to resume it, if it did. Raises
-    BadRequest.
-    """
+    """Return the name under which the client may resume the stream of its answer, if it gave one. Raises BadRequest."""
     if (name := request.headers.get(HEADER)) is None:
         return None
     if not streams:

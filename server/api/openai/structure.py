@@ -113,7 +113,7 @@ def _response_format(given: dict[str, Any] | None) -> Iterator[Structure]:
 
 
 def _json(value: Json, param: str) -> Any:
-    """Return a value that may be given as the text of its JSON. Raises BadRequest."""
+    """Return a value, which may be given as JSON text. Raises BadRequest."""
     if not isinstance(value, str):
         return value
     try:

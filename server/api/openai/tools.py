@@ -159,7 +159,7 @@ def tools_of(definitions: list[ToolDefinition] | None, functions: list[FunctionT
 
 
 def require_distinct(tools: list[Tool], param: str) -> None:
-    """Raises BadRequest if two tools have the same name."""
+    """Raise BadRequest if two tools have the same name."""
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
@@ -179,7 +179,7 @@ def _tool(tool: ToolDefinition, path: str) -> Tool:
 
 
 def function_tool(function: FunctionTool, path: str) -> Tool:
-    """Raises BadRequest for parameters that are nested too deeply."""
+    """Return the tool. Raises BadRequest for parameters that are nested too deeply."""
     if deeper_than(function.parameters, MAX_NESTING):
         raise BadRequest(
             f"{path}.parameters is nested more than {MAX_NESTING} levels deep.", param=f"{path}.parameters"
@@ -189,7 +189,7 @@ def function_tool(function: FunctionTool, path: str) -> Tool:
 
 
 def required(value: T | None, path: str) -> T:
-    """`value`. Raises BadRequest if it is None."""
+    """Return `value`. Raises BadRequest if it is None."""
     if value is None:
         raise BadRequest(f"Missing required parameter: {path}.", param=path, code="missing_required_parameter")
     return value
@@ -230,9 +230,7 @@ def _reference(tool: NamedChoice | AllowedTool, path: str) -> tuple[str, bool]:
 
 
 def known_names(references: list[tuple[str, bool]], tools: list[Tool], param: str) -> frozenset[str]:
-    """Return the names of tools, each with whether it is a custom one. Raises BadRequest for one that is not in
-    `tools`.
-    """
+    """Return the names of tools; a reference is (name, is custom). Raises BadRequest for one that is not in `tools`."""
     known = {(tool.name, tool.custom) for tool in tools}
     for name, custom in references:
         if (name, custom) not in known:

@@ -20,24 +20,25 @@ from quire.server.api.openai.protocol import (
     Message,
     ReasoningSwitch,
     TokenizeRequest,
+    VideoUrl,
 )
 from quire.server.api.openai.tools import MessageToolCall, choice_of, template_call, tools_of
 from quire.server.errors import BadRequest
 from quire.server.generate.transfer import read_transfer
-from quire.server.media.inputs import ImageInput
-from quire.server.request.ngrams import of_sglang, of_vllm
+from quire.server.media.inputs import MediaInput
+from quire.server.request.ngrams import from_sglang, from_vllm
 from quire.server.request.request import Conversation, GenerationOptions, GenerationSpec, options_of
 from quire.server.request.sampling import is_greedy
 from quire.server.request.tools import Reasoning
 from quire.server.values import Json
 
 COMPLETION_MAX_TOKENS = 16
-# fields of a message that templates get as they are
+# fields of a message that templates get unchanged
 _PASSED = ("name", "tool_call_id", "reasoning", "reasoning_content")
 
 
 def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant, background."""
+    """Return the spec. `identity`: request_id, priority, tenant, background."""
     translate_names(body)
     limit_param, max_tokens = _chat_max_tokens(body)
     return GenerationSpec(
@@ -55,7 +56,7 @@ def chat_spec(body: ChatCompletionRequest, **identity: Json) -> GenerationSpec:
 
 
 def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant, background."""
+    """Return the spec. `identity`: request_id, priority, tenant, background."""
     translate_names(body)
     _check_best_of(body)
     if body.max_tokens == 0 and not body.echo:
@@ -77,7 +78,7 @@ def completion_spec(body: CompletionRequest, **identity: Json) -> GenerationSpec
 
 
 def _check_best_of(body: CompletionRequest) -> None:
-    """Raises BadRequest if the best candidates would have to be found: without sampling all are equal."""
+    """Raise BadRequest if candidates would have to be ranked: without sampling all are equal."""
     n, best_of = body.n or 1, body.best_of
     if best_of in (None, n) or (best_of > n and is_greedy(body.temperature)):
         return
@@ -93,7 +94,7 @@ def _options(body: GenerationFields, max_tokens: int | None, logprobs: int | Non
         logit_bias = body.logit_bias and {int(key): value for key, value in body.logit_bias.items()}
     except ValueError:
         raise BadRequest("logit_bias: keys must be token ids.", param="logit_bias") from None
-    ngram = of_vllm(body.vllm_xargs) or of_sglang(body.custom_logit_processor, body.custom_params)
+    ngram = from_vllm(body.vllm_xargs) or from_sglang(body.custom_logit_processor, body.custom_params)
     return options_of(
         body,
         n=body.n or 1,
@@ -166,7 +167,7 @@ def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
 
 
 def _check_results(messages: list[dict[str, Any]]) -> None:
-    """Raises BadRequest for the result of a tool that no message before it has called."""
+    """Raise BadRequest for the result of a tool that no earlier message called."""
     first_call = next((i for i, message in enumerate(messages) if "tool_calls" in message), len(messages))
     for i, message in enumerate(messages[:first_call]):
         if message["role"] == "tool":
@@ -218,7 +219,7 @@ def _calls(message: Message, path: str) -> list[dict[str, Any]]:
 
 
 def reasoning_of(body: ChatCompletionRequest) -> Reasoning:
-    """Return how the model shall think, in the fields of several servers. Raises BadRequest for two that differ."""
+    """Return the thinking settings from the fields of several servers. Raises BadRequest if two differ."""
     switch = body.reasoning or ReasoningSwitch()
     enabled = _one_of("enable_thinking", body.enable_thinking, "reasoning.enabled", switch.enabled)
     think = body.think if isinstance(body.think, bool) else None
@@ -244,22 +245,35 @@ def _one_of(name: str, value: Json, other_name: str, other: Json) -> Any:
 def _part(part: ContentPart, path: str) -> dict[str, Any]:
     if part.type == "image_url":
         return {"type": "image", "image": _image(part, path)}
+    if part.type == "video_url":
+        return {"type": "video", "video": _video(part, path)}
     return {"type": "text", "text": _part_text(part, path)}
 
 
-def _image(part: ContentPart, path: str) -> ImageInput:
+def _image(part: ContentPart, path: str) -> MediaInput:
+    param = f"{path}.image_url"
     given = ImageUrl(url=part.image_url) if isinstance(part.image_url, str) else part.image_url or ImageUrl()
-    if given.url is None and part.uuid is None:
-        param = f"{path}.image_url"
-        raise BadRequest(f"Missing required parameter: {param}.", param=param, code="missing_required_parameter")
+    _require_one(given.url, part.uuid, param)
     detail = "high" if given.detail == "original" else given.detail
-    return ImageInput(param=f"{path}.image_url", url=given.url, detail=detail, uuid=part.uuid)
+    return MediaInput(param=param, url=given.url, detail=detail, uuid=part.uuid)
+
+
+def _video(part: ContentPart, path: str) -> MediaInput:
+    param, given = f"{path}.video_url", part.video_url
+    url = given.url if isinstance(given, VideoUrl) else given
+    _require_one(url, part.uuid, param)
+    return MediaInput(param=param, kind="video", url=url, uuid=part.uuid)
+
+
+def _require_one(url: str | None, uuid: str | None, param: str) -> None:
+    if url is None and uuid is None:
+        raise BadRequest(f"Missing required parameter: {param}.", param=param, code="missing_required_parameter")
 
 
 def _part_text(part: ContentPart, path: str) -> str:
     if part.type not in ("text", "refusal"):
         raise BadRequest(
-            f"{path}.type: content of type '{part.type[:100]}' is not supported, only text and image_url.",
+            f"{path}.type: content of type '{part.type[:100]}' is not supported, only text, image_url and video_url.",
             param=f"{path}.type",
             code="unsupported_parameter",
         )

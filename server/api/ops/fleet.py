@@ -25,7 +25,7 @@ PROBE_TIMEOUT = 20.0  # seconds for one token
 
 
 class Instance(msgspec.Struct, kw_only=True):
-    """What routers read of vLLM's and SGLang's answers."""
+    """Routes that routers read of vLLM's and SGLang's answers."""
 
     model_id: str
     instance_id: str
@@ -62,13 +62,13 @@ class Scaled(msgspec.Struct):
 
 
 class _Described(needs.Health, needs.Listing, needs.Version, Protocol):
-    """The model, its names, and what the engine said when it was ready."""
+    """The model, its names, and the engine's `Ready` message."""
 
     ready: Ready | None
 
 
 class _Configured(needs.Body, needs.Settings, Protocol):
-    """The settings, and what reading a body needs."""
+    """The settings, and the parts that read a body."""
 
 
 async def server_info(request: Request, state: _Described) -> Response:

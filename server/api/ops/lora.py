@@ -17,7 +17,7 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _Adapting(needs.Body, needs.Engine, needs.Adapters, needs.Names, Protocol):
-    """To load and unload adapters."""
+    """The state needed to load and unload adapters."""
 
 
 class LoadAdapter(msgspec.Struct, kw_only=True):

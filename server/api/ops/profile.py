@@ -17,7 +17,7 @@ from quire.server.http.sse import JsonResponse
 
 T = TypeVar("T")
 
-_WRITE_SECONDS = 300.0  # a long profile takes a while to be written
+_WRITE_SECONDS = 300.0  # writing a long profile takes a while
 
 
 class Profile(msgspec.Struct):
@@ -42,7 +42,7 @@ async def stop_profile(request: Request, state: needs.ConfiguredEngine) -> Respo
 
 
 def _refuse(reason: str) -> None:
-    """Raises Conflict unless the reason is empty."""
+    """Raise Conflict unless the reason is empty."""
     if reason:
         raise Conflict(f"{reason[:1].upper()}{reason[1:]}.")
 
@@ -51,7 +51,7 @@ async def _in_engines(request: Request, state: needs.ConfiguredEngine, method: C
     """Return the answer of each engine. Raises NotFound without a folder for profiles, Unavailable, EngineError."""
     if state.config.device.torch_profiler_dir is None:
         raise NotFound("This server takes no profiles: start it with --torch-profiler-dir DIR.")
-    if any(name in request.headers for name in ("origin", "sec-fetch-site")):  # a web page
+    if any(name in request.headers for name in ("origin", "sec-fetch-site")):  # sent by a web page
         require_deliberate(request)
     state.require_ready()
     try:

@@ -24,7 +24,7 @@ MAX_IDS = 10_000
 
 
 class _Posting(needs.Body, needs.Engine, Protocol):
-    """To end requests in the engines."""
+    """The state needed to end requests in the engines."""
 
 
 class RunningRequest(msgspec.Struct, kw_only=True):
@@ -96,7 +96,7 @@ async def load(request: Request, state: needs.Load) -> Response:
 
 
 async def _in_engines(state: needs.Engine, method: Callable[[EngineCalls, *Args], list[T]], *args: *Args) -> list[T]:
-    """Return the list that a method of the engine answers, of all engines together. Raises Unavailable, EngineError."""
+    """Return the concatenated lists that a method returns from all engines. Raises Unavailable, EngineError."""
     state.require_ready()
     try:
         found = await state.client.call_each(method, *args)
@@ -108,9 +108,9 @@ async def _in_engines(state: needs.Engine, method: Callable[[EngineCalls, *Args]
 
 
 def _names(engine_id: str) -> tuple[str, str, str]:
-    """Return the ids by which clients know the request of a choice: its own id, that of the answer, and that without
-    the prefix. Ids in the engine end with `-` and a serial number, and with several choices with `/` and the choice's
-    number.
+    """Return the ids by which clients know the request of a choice: its own, that of the answer, and the latter
+    without its prefix. Engine ids end with `-` and a serial number, followed by `/` and the number of the choice if
+    there are several.
     """
     answer = re.sub(r"-\d+(/\d+)?$", "", engine_id)
     return engine_id, answer, answer.partition("-")[2]

@@ -33,7 +33,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Server(needs.Prompting, needs.Version, needs.Load, needs.Health, needs.Engine, needs.Names, Protocol):
-    """To describe the whole server."""
+    """The state needed to describe the whole server."""
 
     system_fingerprint: str
     incidents: Incidents
@@ -167,8 +167,8 @@ async def _log_lines(state: needs.Engine) -> list[Line]:
 
 
 async def _asked(state: needs.Engine, method: Callable[[EngineCalls], object]) -> object:
-    """Return the engines' reports: the kernels in use, the progress of their compilation and since when they are in
-    use, or the contents of the tiers below the KV cache. None if no engine reports.
+    """Return the engines' reports: kernels in use, since when, and compilation progress; or the contents of the tiers
+    below the KV cache. None if no engine reports.
     """
     try:
         return await state.client.call(method, timeout=2.0)
@@ -183,7 +183,7 @@ def _engine(ready: Ready) -> dict[str, Any]:
 
 
 def _public_settings(config: Config) -> dict[str, Any]:
-    """Return all settings but the secrets, and of paths the last part."""
+    """Return all settings without secrets; of paths, only the last part."""
     sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(config)}
     return {
         name: {

@@ -32,7 +32,7 @@ def vllm_parts(settings: dict[str, dict[str, Any]], form: str) -> dict[str, Any]
 
 
 def _variables() -> dict[str, str]:
-    """Return the variables that set something here, but keys, and of paths the last part."""
+    """Return the environment variables with effect, without keys; of paths, only the last part."""
     return {
         name: without_folders(value)
         for name, value in sorted(os.environ.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -42,7 +43,7 @@ async def classify(request: Request, state: needs.Vectors) -> Response:
     def answer() -> Response:
         data = []
         for i, vector in enumerate(found):
-            probs = _outputs(vector, state, body.use_activation)
+            probs = _outputs(vector.values, state, body.use_activation)
             data.append(Classification(i, labels[probs.index(max(probs))], probs, len(probs)))
         return sse.JsonResponse(
             ClassificationList(
@@ -54,7 +55,7 @@ async def classify(request: Request, state: needs.Vectors) -> Response:
 
 
 async def pool(request: Request, state: needs.Vectors) -> Response:
-    """Return embeddings or, of a classifier, the probabilities of classes, of one or several texts. Raises ApiError."""
+    """Return embeddings or, of a classifier, the probabilities of classes, of texts or of tokens. Raises ApiError."""
 
     def prepare(body: PoolingRequest) -> tuple[PoolingRequest, str, list[GenerationRequest]]:
         request_id = admit(request, body, state, "pool-")
@@ -65,16 +66,7 @@ async def pool(request: Request, state: needs.Vectors) -> Response:
     found, name = await vectors(request, state, requests, "input"), state.answering(body.model)
 
     def answer() -> Response:
-        classifies = requests[0].pooling.task == "classify"
-        data = [
-            PooledData(
-                i,
-                _outputs(vector, state, body.use_activation)
-                if classifies
-                else written(vector, body.encoding_format or "float"),
-            )
-            for i, vector in enumerate(found)
-        ]
+        data = [PooledData(i, _data(vector, requests[0].pooling.task, body, state)) for i, vector in enumerate(found)]
         return sse.JsonResponse(
             PoolingList(
                 id=request_id, created=int(time.time()), model=name, data=data, usage=VectorUsage.from_vectors(found)
@@ -87,11 +79,20 @@ async def pool(request: Request, state: needs.Vectors) -> Response:
 def _params(body: PoolingRequest, state: needs.Model) -> PoolingParams:
     pooling = state.model.pooling
     task = body.task or (pooling.tasks[0] if pooling is not None else "embed")
-    if task == "classify":
-        require_task(state.model, "classify")
-        return PoolingParams("classify")
+    if task != "embed":
+        require_task(state.model, task)
+        return PoolingParams(task)
     return embed_params(state.model, body.dimensions, body.normalize)
 
 
-def _outputs(vector: Vector, state: needs.Model, use_activation: bool | None) -> list[float]:
-    return activated(vector.values, "identity" if use_activation is False else state.model.pooling.activation)
+def _data(vector: Vector, task: str, body: PoolingRequest, state: needs.Model) -> list[float] | list[list[float]] | str:
+    if task == "embed":
+        return written(vector, body.encoding_format or "float")
+    if task == "classify":
+        return _outputs(vector.values, state, body.use_activation)
+    values, size = vector.values, len(state.model.pooling.labels)
+    return [_outputs(values[i : i + size], state, body.use_activation) for i in range(0, len(values), size)]
+
+
+def _outputs(values: array, state: needs.Model, use_activation: bool | None) -> list[float]:
+    return activated(values, "identity" if use_activation is False else state.model.pooling.activation)

@@ -101,7 +101,7 @@ class PoolingRequest(VectorFields, kw_only=True):
     """POST /pooling: embeddings, or a classifier's outputs, as plain vectors."""
 
     input: Text | Prompts
-    task: Literal["embed", "classify"] | None = None  # default: the model's task
+    task: Literal["embed", "classify", "token_classify"] | None = None  # default: the model's task
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     normalize: bool | None = None
@@ -110,7 +110,7 @@ class PoolingRequest(VectorFields, kw_only=True):
 
 class PooledData(msgspec.Struct):
     index: int
-    data: list[float] | str
+    data: list[float | list[float]] | str  # lists: of a classifier of tokens, per token
     object: str = "pooling"
 
 

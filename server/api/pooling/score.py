@@ -92,7 +92,7 @@ def _scoring(
 
 
 def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
-    """Return one query for all documents, or as many queries as documents."""
+    """Return (query, document) pairs: one query for all documents, or one query per document."""
     first, second = body.text_1 or body.queries, body.text_2 or body.documents
     for param, value in (("text_1", first), ("text_2", second)):
         if value is None:

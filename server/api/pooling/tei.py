@@ -55,7 +55,7 @@ class TeiRank(msgspec.Struct):
 
 
 def _spec(request: Request, body: _Fields, state: needs.Admission, param: str) -> PoolingSpec:
-    """Admits the request. Raises Unavailable, BadRequest."""
+    """Admit the request and return its spec. Raises Unavailable, BadRequest."""
     fields = VectorFields(
         truncate_prompt_tokens=None if body.truncate is False else -1,
         truncation_side=body.truncation_direction and body.truncation_direction.lower(),
@@ -83,7 +83,7 @@ async def embed(request: Request, state: needs.Vectors) -> Response:
 
 
 async def rerank_texts(request: Request, state: needs.Vectors) -> Response:
-    """Texts by their relevance to a query, the most relevant first. Raises ApiError."""
+    """Return texts by their relevance to a query, the most relevant first. Raises ApiError."""
 
     def work(body: TeiRerankRequest) -> tuple[TeiRerankRequest, Scoring]:
         spec = _spec(request, body, state, "texts")

@@ -14,7 +14,7 @@ from quire.server.generate.deltas import Choice
 from quire.server.http import sse
 from quire.server.request.delta import Delta
 from quire.server.request.generation_request import GenerationRequest
-from quire.server.request.ngrams import of_sglang
+from quire.server.request.ngrams import from_sglang
 from quire.server.request.request import GenerationSpec, options_of
 from quire.server.structured.structure import Structure
 from quire.server.values import Json
@@ -23,14 +23,14 @@ DEFAULT_MAX_TOKENS = 128
 
 
 def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant, background. Raises BadRequest."""
+    """Return the spec. `identity`: request_id, priority, tenant, background. Raises BadRequest."""
     given = body.sampling_params or SamplingParameters()
     options = options_of(
         given,
         n=given.n or 1,
         max_tokens=given.max_new_tokens,
         min_tokens=given.min_new_tokens,
-        no_repeat_ngram=of_sglang(body.custom_logit_processor, given.custom_params),
+        no_repeat_ngram=from_sglang(body.custom_logit_processor, given.custom_params),
         speculation=body.speculation,
     )
     return GenerationSpec(
@@ -75,7 +75,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 class Answer:
-    """`many`: the answer is a list, as the prompts were, or one has several choices."""
+    """The answer. `many`: it is a list, because the prompts were or there are several choices."""
 
     def __init__(self, body: TextRequest, requests: list[GenerationRequest]):
         self.requests, self.n = requests, requests[0].n

@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 100
 
 
 def spec(body: TextRequest, **identity: Json) -> GenerationSpec:
-    """`identity`: request_id, priority, tenant, background."""
+    """Return the spec. `identity`: request_id, priority, tenant, background."""
     given = body.parameters or Parameters()
     if body.custom_logit_processor is not None:
         raise BadRequest("custom_logit_processor needs text or input_ids.", param="custom_logit_processor")
@@ -93,9 +93,7 @@ class Answer:
             await stream.aclose()
 
     def _streamed(self, delta: Delta) -> dict[str, Any]:
-        """Return the last token of a delta with all of its text; the texts of those that are not special are the
-        answer's.
-        """
+        """Return the last token of a delta with all of its text; non-special tokens add up to the answer."""
         token = self._token(delta.token_ids[-1] if delta.token_ids else 0)
         return token if token["special"] and not delta.text else token | {"text": delta.text, "special": False}
 

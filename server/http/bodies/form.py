@@ -1,4 +1,4 @@
-"""A multipart form with one file, as it comes: the file goes to a temporary one."""
+"""Reads a multipart form with one file, which is streamed to a temporary file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ MAX_FORM_BYTES = 1 << 16  # in addition to the file
 
 
 def declared_size(request: Request, most: int, too_large: Callable[[], ApiError]) -> int | None:
-    """Return the size of the body by its header; None if it comes in chunks. Raises `too_large()` for more than
-    `most`.
-    """
+    """Return the body size in its header; None if it comes in chunks. Raises `too_large()` above `most` bytes."""
     if (given := request.headers.get("content-length")) is None:
         return None
     if (size := bounded_int(given, 0, 2**63 - 1, "Content-Length")) > most:
@@ -30,8 +28,8 @@ def declared_size(request: Request, most: int, too_large: Callable[[], ApiError]
 async def read_form(
     request: Request, most: int, too_large: Callable[[], ApiError], what: str, max_fields: int = 16
 ) -> FormData:
-    """Return the form in a body of at most `most` bytes, for more of which `too_large()` is raised; `what` says for an
-    error what must be sent. Raises BadRequest, NotInstalled, UnsupportedMediaType, ClientGone.
+    """Return the form in a body of at most `most` bytes; raises `too_large()` above that. `what` names, for errors, the
+    required content. Raises BadRequest, NotInstalled, UnsupportedMediaType, ClientGone.
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise UnsupportedMediaType(f"{what} must be sent as multipart/form-data.")
@@ -52,7 +50,7 @@ async def read_form(
 
 
 async def _counted(request: Request, most: int, too_large: Callable[[], ApiError]) -> AsyncGenerator[bytes, None]:
-    """Yield the body. Bytes that were read are on their way to a temporary file, so they count no more as memory."""
+    """Yield the body. Bytes that were read go to a temporary file, so they no longer count as memory."""
     connection, size = connection_of(request.scope), 0
     async for part in request.stream():
         size += len(part)

@@ -1,4 +1,4 @@
-"""Decompresses bodies sent with `Content-Encoding: gzip`, up to a limit whatever they would become."""
+"""Decompresses bodies sent with `Content-Encoding: gzip`, up to a size limit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import zlib
 from quire.server.errors import BadRequest
 
 _MAX_RATIO = 1032  # deflate's largest output per byte of input
-_MAX_MEMBERS = 16  # each copies the rest
+_MAX_MEMBERS = 16  # each one copies the remaining input
 _GZIP = 16 + zlib.MAX_WBITS
 
 
 def largest_result(raw: bytes) -> int:
-    """Return the most bytes that `raw` can become."""
+    """Return the maximum size of `raw` after decompression, in bytes."""
     return _MAX_RATIO * len(raw)
 
 
 def decompress(raw: bytes, limit: int) -> bytes | None:
-    """Return the bytes, or None if there are more than `limit`. Raises BadRequest if it is no gzip data, or cut off."""
+    """Return the bytes, or None if they are more than `limit`. Raises BadRequest for invalid or truncated gzip data."""
     parts, size = [], 0
     while raw or not parts:
         if len(parts) == _MAX_MEMBERS:

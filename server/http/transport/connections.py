@@ -65,7 +65,7 @@ class Connections:
         self._trim: asyncio.TimerHandle | None = None
 
     def enter(self, member: Member) -> int:
-        """Count a new connection, for which the longest idle one makes room. Return how many there are too many."""
+        """Count a new connection; the longest idle one makes room. Return the number above the limit."""
         self.open.add(member)
         excess = len(self.open) - self.limits.max_connections
         return excess if excess > 0 and not self.close_longest_idle() else 0
@@ -108,7 +108,7 @@ def _detect_loss(connection: socket.socket) -> None:
 
 
 class Connection(H11Protocol):
-    """One connection. `scope["state"]["connection"]` of each of its requests."""
+    """One connection; each of its requests has it as `scope["state"]["connection"]`."""
 
     def __init__(self, *args: object, shared: Connections, **kwargs: object):
         super().__init__(*args, **kwargs)
@@ -213,7 +213,7 @@ class Connection(H11Protocol):
     # ---- body memory
 
     def count_body(self, num_bytes: int) -> bool:
-        """Count bytes of the current request's body as in memory. False if they are too many: it was refused."""
+        """Count bytes of the current request's body as in memory. False if there are too many and it was refused."""
         self._body_bytes += num_bytes
         self._largest_body = max(self._largest_body, self._body_bytes)
         self.shared.body_bytes += num_bytes
@@ -233,7 +233,7 @@ class Connection(H11Protocol):
     # ---- answers
 
     async def _run(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Wraps the application: notes the arrival time, and refuses ambiguous or excess requests."""
+        """Wrap the application: note the arrival time, and refuse ambiguous or excess requests."""
         scope["state"]["arrived"] = self.loop.time()
         refusal = use_origin_form(scope)
         names = {name for name, _ in scope["headers"]}
@@ -247,12 +247,12 @@ class Connection(H11Protocol):
             await self._next_app(scope, receive, send)
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles an error of h11."""
+        """Answer 400. uvicorn calls this while it handles an h11 error."""
         error = sys.exc_info()[1]
         self._refuse(getattr(error, "error_status_hint", 400), f"The request is not valid HTTP: {error}.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Upgrades are ignored without a log line."""
+        """Ignore upgrades without a log line."""
 
     def _refuse_for_now(self, message: str) -> None:
         self._refuse(503, message, "overloaded", "Retry-After: 2\r\n")
@@ -296,7 +296,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(self.limits.linger_timeout, self.transport.abort)
 
     def give_way(self) -> None:
-        """Close, to make room for a new connection. That of TLS does not wait for the client's consent."""
+        """Close, to make room for a new connection, without waiting for TLS's close notification."""
         self.shared.leave(self)
         self._expect(None)
         if self.transport.can_write_eof():
@@ -305,7 +305,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def shutdown(self) -> None:
-        """Called when the server shuts down."""
+        """Close at the shutdown of the server."""
         if self._lingering:
             self.transport.abort()
         else:

@@ -1,6 +1,6 @@
-"""TLS handshakes. asyncio reports a connection only after its handshake, so that clients that begin none
-would take all descriptors. Here it counts as an idle connection from the first moment on: its time is bounded, and it
-makes room for new ones.
+"""TLS handshakes. asyncio reports a connection only after its handshake, so that clients that never begin one could
+take all descriptors. Here a handshake counts as an idle connection from the start: its time is bounded, and it makes
+room for new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.server.http.transport.connections import SPARE_CONNECTIONS, Connectio
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until its handshake has ended; then the one that `make` returns has it."""
+    """A connection until its handshake ends; the protocol from `make` then takes over."""
 
     def __init__(self, make: Callable[[], Connection], shared: Connections, context: ssl.SSLContext):
         self._make, self._shared, self._context = make, shared, context
@@ -30,7 +30,7 @@ class Handshake(asyncio.Protocol):
             self._task = asyncio.get_running_loop().create_task(self._secure())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called only if the connection ends before the handshake begins."""
+        """Handle the end of the connection before the handshake begins."""
         self._shared.leave(self)
 
     async def _secure(self) -> None:
@@ -43,7 +43,7 @@ class Handshake(asyncio.Protocol):
                 server_side=True,
                 ssl_handshake_timeout=self._shared.limits.header_timeout,
             )
-        except OSError:  # no TLS, no common version, a certificate that is not accepted, too late, gone
+        except OSError:  # no TLS, no common version, a rejected certificate, a timeout, a lost client
             return
         finally:
             self._shared.leave(self)
@@ -61,7 +61,7 @@ class Handshake(asyncio.Protocol):
 
 
 class _Early(asyncio.Protocol):
-    """Data that arrives between the end of the handshake and the moment that the connection has its protocol."""
+    """Buffers data that arrives after the handshake and before the connection has its protocol."""
 
     def __init__(self) -> None:
         self._data: list[bytes] = []

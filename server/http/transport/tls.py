@@ -12,15 +12,15 @@ from quire.configs.serving import ServerConfig
 
 logger = logging.getLogger("quire.tls")
 
-RELOAD_SECONDS = 1.0  # between looks at the files
+RELOAD_SECONDS = 1.0  # between checks of the files
 _REQS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
 
 class Tls:
-    """The context of all connections. `watch` reads files again that were renewed; open connections keep theirs."""
+    """The context of all connections. `watch` reloads renewed files; open connections keep their context."""
 
     def __init__(self, config: ServerConfig):
-        """Raises ValueError for files that cannot be used."""
+        """Load the files. Raises ValueError for files that cannot be used."""
         self._config = config
         self.context = self._new()
         self._stamps = self._stamp()

@@ -35,7 +35,7 @@ class Audio:
 
 
 def open_audio(file: BinaryIO, num_bytes: int) -> Audio:
-    """Read the header of a file. Raises ValueError, as the end of a sentence, for one that is no audio,
+    """Read the header of a file. Raises ValueError, as the end of a sentence, if it is no audio,
     ModuleNotFoundError if a library is missing.
     """
     if not num_bytes:
@@ -94,7 +94,7 @@ def _by_soundfile(file: BinaryIO) -> Audio:
                     return
                 yield block
 
-    # of files without a count the library says the largest number
+    # for files without a frame count, the library reports the largest number
     known = 0 <= sound.frames < 1 << 62
     return _resampled(blocks(), sound.samplerate, sound.frames if known else None)
 

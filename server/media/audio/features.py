@@ -13,8 +13,8 @@ _LINEAR_HZ, _LINEAR_STEP, _LOG_STEP = 1000.0, 200.0 / 3, np.log(6.4) / 27  # Sla
 
 
 def log_mel(samples: np.ndarray, num_mels: int, num_frames: int, *, with_rest: bool = False) -> np.ndarray:
-    """The features `[num_mels, num_frames]` float32 of float32 samples, which are padded with silence, or cut, to
-    `num_frames` times `HOP`. With `with_rest`, the last frame has less than `HOP` samples more.
+    """Return the features `[num_mels, num_frames]`, float32, of float32 samples, padded with silence or cut to
+    `num_frames` times `HOP`. With `with_rest`, the last frame covers up to `HOP` - 1 more samples.
     """
     length = num_frames * HOP
     samples = samples[: length + (HOP - 1 if with_rest else 0)]
@@ -30,7 +30,7 @@ def log_mel(samples: np.ndarray, num_mels: int, num_frames: int, *, with_rest: b
 
 @cache
 def _filters(num_mels: int) -> np.ndarray:
-    """Triangles over the frequencies, `[num_mels, WINDOW // 2 + 1]`, each of area 1, from 0 Hz to 8 kHz."""
+    """Return triangles over the frequencies, `[num_mels, WINDOW // 2 + 1]`, each of area 1, from 0 Hz to 8 kHz."""
     frequencies = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
     corners = _to_hertz(np.linspace(_to_mel(0.0), _to_mel(RATE / 2), num_mels + 2))
     low, centre, high = corners[:-2, None], corners[1:-1, None], corners[2:, None]

@@ -22,7 +22,7 @@ _UNSPACED = frozenset({"zh", "ja", "th", "lo", "my", "km", "bo", "yue"})
 
 
 def gap(code: str | None) -> str:
-    """Return the separator of the texts of two pieces: none in languages that are written without spaces."""
+    """Return the separator between the texts of two pieces: "" in languages without spaces."""
     return "" if code in _UNSPACED else " "
 
 

@@ -1,4 +1,4 @@
-"""Read the files of Whisper: its special tokens, languages and suppressed tokens. Loads no numpy."""
+"""Reads the files of Whisper: its special tokens, languages and suppressed tokens. Loads no numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = 0.02  # seconds between two timestamps, and between two positions of the 
 
 @dataclass(frozen=True, slots=True)
 class SpeechModel:
-    """Token ids, and sizes of the encoder."""
+    """A Whisper model: token ids, and sizes of the encoder."""
 
     num_mels: int
     positions: int  # of the encoder's output
@@ -35,10 +35,10 @@ class SpeechModel:
     suppress: tuple[int, ...]
     suppress_first: tuple[int, ...]
     max_first: int
-    alignment_heads: tuple[tuple[int, int], ...] = ()  # (layer, head) whose attention says when words are said
+    alignment_heads: tuple[tuple[int, int], ...] = ()  # (layer, head) whose attention gives the times of words
     median_width: int = 7  # of the filter over that attention
     step: float = STEP
-    follows: bool = True  # whether a piece can follow the text of the one before
+    follows: bool = True  # a piece can be prompted with the previous text
 
     @property
     def timestamp_begin(self) -> int:
@@ -46,7 +46,7 @@ class SpeechModel:
 
     @property
     def codes(self) -> list[str]:
-        """The languages that it knows."""
+        """Return the codes of the languages that the model knows."""
         return list(self.languages) or ["en"]
 
     def prompt(self, language: str, task: str, timestamps: bool, before: Sequence[int] = ()) -> list[int]:
@@ -88,7 +88,7 @@ class SpeechModel:
 
 
 def read_whisper(folder: str, tokenizer: Tokenizer) -> SpeechModel:
-    """Raises ValueError for files without the tokens that transcribing needs."""
+    """Read the model. Raises ValueError for files without the tokens for transcription."""
     config = read_object(Path(folder, "config.json"))
     settings = config | read_object(Path(folder, "generation_config.json"))
 
@@ -123,7 +123,7 @@ def read_whisper(folder: str, tokenizer: Tokenizer) -> SpeechModel:
 
 
 def _alignment_heads(value: object, config: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Raises ValueError for heads that the model does not have."""
+    """Return (layer, head) pairs. Raises ValueError for heads that the model does not have."""
     sizes = [config.get(name, default) for name, default in (("decoder_layers", 4), ("decoder_attention_heads", 6))]
     heads = value or []
     if not isinstance(heads, list) or not all(

@@ -31,7 +31,7 @@ _MARKS = ("im_start", "im_end", "audio_start", "audio_pad", "audio_end", "endoft
 
 @dataclass(frozen=True, slots=True)
 class PromptedSpeechModel:
-    """Token ids, and the tokens of the chat before and after the audio."""
+    """The model: token ids, and the tokens of the chat before and after the audio."""
 
     num_mels: int
     placeholder: int
@@ -45,12 +45,12 @@ class PromptedSpeechModel:
     tasks: dict[str, int] = field(default_factory=dict)
     step: float = 0.08  # seconds of an embedding
     max_output: int = 512  # tokens of a piece
-    follows: bool = False  # whether a piece can follow the text of the one before
+    follows: bool = False  # whether a piece can be prompted with the previous text
     alignment_heads: tuple[tuple[int, int], ...] = ()
 
     @property
     def codes(self) -> list[str]:
-        """The languages that it knows."""
+        """Return the codes of the languages that the model knows."""
         return list(self.languages)
 
     def longest_prompt(self) -> list[int]:
@@ -89,13 +89,13 @@ class PromptedSpeechModel:
         return mel, self.num_embeds(mel.shape[1])
 
     def num_embeds(self, frames: int) -> int:
-        """Return the embeddings of `frames` frames."""
+        """Return the number of embeddings of `frames` frames."""
         whole, rest = divmod(frames, _PART)
         return whole * _PART_TOKENS + -(-rest // 8)
 
 
 def read_prompted_model(folder: str, tokenizer: Tokenizer) -> PromptedSpeechModel:
-    """Raises ValueError for files without the tokens that transcribing needs."""
+    """Read the model. Raises ValueError for files without the tokens for transcription."""
     config = unwrapped(read_object(Path(folder, "config.json")))
     audio = config.get("audio_config") or {}
     if (half := audio.get("n_window", _PART // 2)) != _PART // 2:

@@ -1,4 +1,4 @@
-"""Change the sample rate of audio that comes in blocks: a low-pass filter (a windowed sinc), evaluated at the times of
+"""Changes the sample rate of audio that comes in blocks: a low-pass filter (a windowed sinc), evaluated at the times of
 the new samples only.
 """
 
@@ -12,7 +12,7 @@ _ZEROS = 16  # zero crossings of the filter to each side
 _BETA = 8.6  # of its Kaiser window
 _ROLL_OFF = 0.945  # of the lower of the two Nyquist frequencies
 _PIECE = 1 << 13  # outputs computed at once
-_STEP = 25  # Hz: other rates, which do not occur, are rounded, because they would need too many filters
+_STEP = 25  # Hz: other rates, not used in practice, are rounded, as they would need too many filters
 
 
 class Resampler:
@@ -30,7 +30,7 @@ class Resampler:
         self._taps = self._filters() if self._up != self._down else None
 
     def push(self, block: np.ndarray, last: bool = False) -> np.ndarray:
-        """The new samples that the input up to this block determines; with `last`, all."""
+        """Return the new samples that the input up to this block determines; with `last`, all."""
         if self._up == self._down:
             return block
         tail = np.zeros(self._half if last else 0, np.float32)
@@ -53,7 +53,7 @@ class Resampler:
         return out
 
     def _filters(self) -> np.ndarray:
-        """The weights of the `2 * half` inputs around an output, for each of the `up` places between two inputs."""
+        """Return `[up, 2 * half]` weights of the inputs around an output, for each of the places between two inputs."""
         places = np.arange(self._up)[:, None] / self._up
         distance = np.arange(-self._half + 1, self._half + 1) - places
         shape = np.i0(_BETA * np.sqrt(np.maximum(1 - (distance / self._half) ** 2, 0.0))) / np.i0(_BETA)

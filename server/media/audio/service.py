@@ -15,7 +15,7 @@ from quire.server.media.audio.model import SpeechModel, read_whisper
 from quire.server.media.audio.prompted import PromptedSpeechModel, read_prompted_model
 from quire.server.media.inputs import Lease
 from quire.server.media.registry import read_config
-from quire.server.media.store import ImageStore
+from quire.server.media.store import MediaStore
 from quire.server.turns.fair_queue import Turns
 
 if TYPE_CHECKING:
@@ -45,12 +45,17 @@ _BUSY_BYTES = 64 << 20  # of one window while it is cut and becomes features, at
 
 @dataclass(frozen=True, slots=True)
 class _Features:
-    """The features of a window, as `ImageStore` takes them."""
+    """The features of a window, as `MediaStore` takes them."""
 
     features: dict[str, np.ndarray]
     text: str
     counts: list[int]
     grid: None = None
+    time: None = None
+
+    @property
+    def parts(self) -> list[_Features]:
+        return [self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +68,26 @@ class Piece:
 
 
 class Speech:
-    """Belongs to one event loop."""
+    """The audio service of one event loop."""
 
     def __init__(self, on_cluster: bool = False):
         self._on_cluster = on_cluster
-        self.why_not: str | None = "it is loading"  # why the model transcribes nothing; None if it does
+        self.why_not: str | None = "it is loading"  # why the model cannot transcribe; None if it can
         self.model: Recognizer | None = None
         self.max_bytes, self.max_seconds = MAX_FILE_BYTES, MAX_SECONDS
-        self._store = ImageStore(MAX_STORED, keeps=False)
+        self._store = MediaStore(MAX_STORED, keeps=False)
         self._threads: ThreadPoolExecutor | None = None
         self._num_bytes = 0  # of uploads
         self._turns = Turns(NUM_THREADS, max_bytes=NUM_THREADS * _BUSY_BYTES)
 
     def open(self, folder: str, tokenizer: Tokenizer) -> None:
-        """Read what the model in `folder` does with audio."""
+        """Load the recognizer of the model in `folder`, if there is one."""
         config = read_config(folder)
         names = config.get("architectures") or []
         read = next((_READERS[name] for name in names if name in _READERS), None)
         self.why_not = "its architecture reads no audio" if read is None else None
         if self.why_not is None and self._on_cluster:
-            self.why_not = "ranks on a Ray cluster do not share the memory in which audio is handed over"
+            self.why_not = "ranks on other machines do not share the memory in which audio is handed over"
         if self.why_not is not None:
             return
         try:
@@ -97,7 +102,7 @@ class Speech:
             self.why_not = "the engine reads none with this model"
 
     def require(self) -> Recognizer:
-        """Raises BadRequest for a model that transcribes nothing."""
+        """Return the recognizer. Raises BadRequest if the model cannot transcribe."""
         if self.why_not is not None:
             raise BadRequest(f"The model transcribes no audio: {self.why_not}.", param="model")
         return self.model
@@ -130,8 +135,7 @@ class Speech:
         return await self._turns.run(self._threads, turn, lambda: _explained(work), _BUSY_BYTES)
 
     def add(self, window: Window) -> Piece:
-        """Return the piece of a window. Runs in a thread. Raises Unavailable if running requests leave no room for it.
-        """
+        """Return the piece of a window. Runs in a thread. Raises Unavailable if running requests leave no room."""
         if window.is_silent:
             return Piece(window.start, window.seconds, None)
         mel, num_embeds = self.model.features(window.samples)
@@ -140,8 +144,8 @@ class Speech:
         return Piece(window.start, window.seconds, self._store.add(key, kept))
 
     def lease(self, piece: Piece) -> Lease:
-        """Another lease of a piece that is held."""
-        return self._store.lease(piece.lease.image.key)
+        """Return another lease of a held piece."""
+        return self._store.lease(piece.lease.medium.key)
 
     def close(self) -> None:
         """Remove the files. Idempotent."""
@@ -158,7 +162,7 @@ class Room:
         speech._num_bytes += num_bytes
 
     def release(self) -> None:
-        """Idempotent."""
+        """Give the room back. Idempotent."""
         self._speech._num_bytes -= self._num_bytes
         self._num_bytes = 0
 
@@ -167,7 +171,7 @@ class Room:
 
 
 class Pieces:
-    """The windows of one file, in order. `seconds` is how long it is as far as it was read."""
+    """The windows of one file, in order. `seconds` is the length read so far."""
 
     def __init__(self, speech: Speech, windows: Iterator[Window], turn: str):
         self._speech, self._windows, self.turn = speech, windows, turn

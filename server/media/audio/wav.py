@@ -9,7 +9,7 @@ from typing import BinaryIO
 import numpy as np
 
 _PCM, _FLOAT, _ALAW, _MULAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE
-_UNKNOWN_SIZES = (0, 0xFFFFFFFF)  # that programs write which stream a file
+_UNKNOWN_SIZES = (0, 0xFFFFFFFF)  # written by programs that stream a file
 BLOCK = 1 << 16  # frames
 
 
@@ -51,7 +51,7 @@ class WavFile:
             raise ValueError("its header is damaged")
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """The samples of all channels, float32 `[frames, channels]`."""
+        """Yield the samples of all channels, float32 `[frames, channels]`."""
         frame, left = self._width * self.num_channels, self.num_frames
         while left:
             data = self._file.read(min(left, BLOCK) * frame)
@@ -79,7 +79,7 @@ class WavFile:
 
 
 def _alaw(codes: np.ndarray) -> np.ndarray:
-    """ITU-T G.711."""
+    """Return the samples of A-law codes (ITU-T G.711)."""
     codes = codes.astype(np.int32) ^ 0x55
     exponent, mantissa = codes >> 4 & 7, (codes & 15) << 4
     size = np.where(exponent == 0, mantissa + 8, (mantissa + 0x108) << np.maximum(exponent - 1, 0))
@@ -87,7 +87,7 @@ def _alaw(codes: np.ndarray) -> np.ndarray:
 
 
 def _mulaw(codes: np.ndarray) -> np.ndarray:
-    """ITU-T G.711."""
+    """Return the samples of mu-law codes (ITU-T G.711)."""
     codes = ~codes.astype(np.int32) & 0xFF
     size = (((codes & 15) << 3) + 0x84 << (codes >> 4 & 7)) - 0x84
     return np.where(codes & 0x80, -size, size).astype(np.float32) / (1 << 15)

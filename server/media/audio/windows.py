@@ -1,4 +1,4 @@
-"""Cut audio of any length into windows of at most 30 seconds, at silences, while it is being decoded."""
+"""Cuts audio of any length into windows of at most 30 seconds, at silences, while it is being decoded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LONGEST = 30 * RATE  # samples of a window
 _EARLIEST = 20 * RATE  # of a cut without a silence
 _SHORTEST = RATE  # of a window that ends at a silence
 _INAUDIBLE = 3e-4  # root mean square of a frame, of full scale
-_LOUD = 0.95  # quantile of the frames' energy that counts as that of speech
+_LOUD = 0.95  # quantile of the frames' energy that counts as the energy of speech
 _OF_LOUD = 0.2  # with a threshold of 1, frames below this part of it are silence
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How silences are found, as OpenAI's server_vad says: a frame is silent below `threshold`, 0 to 1, which stands
-    for a part of the loudness of speech. A cut leaves at least `padding` seconds of the silence before the next window.
+    """The search for silences, as in OpenAI's server_vad: a frame is silent below `threshold`, 0 to 1, a part of the
+    loudness of speech. A cut leaves at least `padding` seconds of silence before the next window.
     """
 
     threshold: float = 0.5
@@ -40,12 +40,12 @@ class Window:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether nothing in it can be heard."""
+        """Return whether the window is inaudible."""
         return not len(self.samples) or bool(loudness(self.samples).max() < _INAUDIBLE)
 
 
 def windows(blocks: Iterator[np.ndarray], cutting: Cutting, most_seconds: float) -> Iterator[Window]:
-    """The windows of all samples, one after another without gaps. Raises ValueError after `most_seconds`."""
+    """Yield the windows of all samples, one after another without gaps. Raises ValueError after `most_seconds`."""
     parts, size, start = [], 0, 0
     for block in blocks:
         if start + size + len(block) > most_seconds * RATE:
@@ -62,7 +62,7 @@ def windows(blocks: Iterator[np.ndarray], cutting: Cutting, most_seconds: float)
 
 
 def find_cut(samples: np.ndarray, cutting: Cutting) -> int:
-    """Where a window ends: in the middle of the last silence, or where the energy is least."""
+    """Return the sample at which to cut: the middle of the last silence, or the least energy."""
     energy = loudness(samples)
     threshold = max(cutting.threshold * _OF_LOUD * float(np.quantile(energy, _LOUD)), _INAUDIBLE)
     if energy.max() < threshold:
@@ -70,7 +70,7 @@ def find_cut(samples: np.ndarray, cutting: Cutting) -> int:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], energy < threshold, [0]]).astype(np.int8)))
     need = max(round(cutting.silence * RATE / FRAME), 1)
     for first, last in reversed(edges.reshape(-1, 2).tolist()):
-        # a silence at the end of the window may go on, and words may follow one that is too short
+        # a silence at the window's end may continue, and words may follow a short one
         middle = max(last * FRAME - max(round(cutting.padding * RATE), (last - first) * FRAME // 2), first * FRAME)
         if last - first >= need and middle >= _SHORTEST:
             return middle
@@ -81,6 +81,6 @@ def find_cut(samples: np.ndarray, cutting: Cutting) -> int:
 
 
 def loudness(samples: np.ndarray) -> np.ndarray:
-    """The root mean square of each frame."""
+    """Return the root mean square of each frame."""
     padded = np.pad(samples, (0, -len(samples) % FRAME)).reshape(-1, FRAME)
     return np.sqrt(np.square(padded, dtype=np.float64).mean(1))

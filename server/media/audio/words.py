@@ -1,6 +1,4 @@
-"""When words were said: the cross-attention of a text's tokens to the audio -> times of its words, as Whisper's and
-transformers' code find them.
-"""
+"""Times of words, from the cross-attention of a text's tokens to the audio, as in Whisper's and transformers' code."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ class Word:
 
     text: str
     first: int
-    last: int  # after its last token
+    last: int  # index after its last token
 
 
 def read_times(data: bytes, positions: int) -> list[float]:
-    """Return the second at which each token begins, from the matrix of float32 that the engine answers."""
+    """Return the second at which each token begins, from the engine's float32 matrix."""
     import numpy as np
 
     return (begins(np.frombuffer(data, np.float32).reshape(-1, positions)) * STEP).tolist()
@@ -39,7 +37,7 @@ def begins(matrix: np.ndarray) -> np.ndarray:
     """Return the position at which each row of `matrix` `[tokens, positions]` begins on the path from its first to its
     last entry with the largest sum (dynamic time warping).
 
-    All cells of an antidiagonal depend on the two before it only, so that each is one operation.
+    All cells of an antidiagonal depend only on the previous two, so each antidiagonal is one operation.
     """
     import numpy as np
 

@@ -10,11 +10,11 @@ from quire.server.parsers.recognition import Recognize
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Thoughts between two markers, once or several times in an answer. Stateless: one object serves all requests.
+    """Thoughts between two markers, one or several times in an answer. Stateless: one object serves all requests.
 
     `end` closes a block: a grammar starts after it. `forced_end` is the text that ends the thoughts when their budget
-    is spent, `forced_to_calls` the one where a grammar of calls covers the thoughts. `recognize` gives the reason for
-    which a chat template's models think in this format, or None.
+    is spent, `forced_to_calls` the same where a grammar of calls covers the thoughts. `recognize` returns the reason
+    why a chat template's models think in this format, or None.
     """
 
     name: str
@@ -40,12 +40,12 @@ class ReasoningFormat:
 
     @property
     def strays(self) -> tuple[str, ...]:
-        """Markers that reach neither content nor thoughts."""
+        """Return the markers that reach neither content nor thoughts."""
         return (*self.begins, *self.ends, *self.dropped, *self.markers)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Special tokens that detokenized text must show."""
+        """Return the special tokens that detokenized text must show."""
         return self.tokens or (self.begin, self.end)
 
     def opened(self, prompt: str) -> bool:

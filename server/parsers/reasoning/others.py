@@ -1,4 +1,4 @@
-"""The families that mark their thoughts in words or tokens of their own."""
+"""The families that mark their thoughts with their own words or tokens."""
 
 from __future__ import annotations
 

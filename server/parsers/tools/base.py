@@ -31,7 +31,7 @@ class Tool:
 
 
 class ToolFormat(ABC):
-    """One format. Stateless: one object serves all requests."""
+    """A tool format. Stateless: one object serves all requests."""
 
     name: str
     markers: tuple[str, ...] = ()  # special tokens that detokenized text must show
@@ -42,12 +42,12 @@ class ToolFormat(ABC):
 
     @property
     def strays(self) -> tuple[str, ...]:
-        """Markers that reach neither content nor thoughts, also where no call can be read."""
+        """Return the markers that reach neither content nor thoughts, even where no call can be read."""
         return self.markers
 
     @cached_property
     def boundaries(self) -> Markers:
-        """Markers at which the JSON of a call ends, complete or not."""
+        """Return the markers at which the JSON of a call ends, complete or not."""
         return Markers(self.markers)
 
     @abstractmethod
@@ -77,8 +77,8 @@ def needs_structure(tools: Sequence[Tool], required: bool, parallel: bool) -> bo
 
 
 def arguments(tool: Tool, required: bool, write: Callable[[dict[str, Any]], Format]) -> Format:
-    """Return the arguments of a call; `write` gives the format of an object by its schema. Any object for tools that
-    are not strict, if the model calls them by its own choice.
+    """Return the arguments of a call; `write` gives the format of an object by its schema. Any object is allowed for
+    non-strict tools, if the model calls them by its own choice.
     """
     free = write({"type": "object"})
     if not (required or tool.strict):
@@ -106,7 +106,7 @@ def sequence(*elements: Format) -> Format:
 
 
 def optional_space() -> Format:
-    """White space that a model may write before its first call, for example after its thoughts."""
+    """Return white space that a model may write before its first call, for example after its thoughts."""
     return {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
@@ -122,7 +122,7 @@ def separated(tags: Sequence[Format], separator: str, parallel: bool) -> Format:
 
 
 def among_text(trigger: str, tags: Sequence[Format], parallel: bool) -> Format:
-    """Any text, in which `trigger` can only begin one of the tags."""
+    """Return the format of any text in which `trigger` can only begin one of the tags."""
     return {"type": "triggered_tags", "triggers": [trigger], "tags": list(tags), "stop_after_first": not parallel}
 
 
@@ -137,6 +137,19 @@ def marked_calls(
     if required:
         return structural_tag(sequence(optional_space(), separated(tags, separator, parallel)))
     return structural_tag(among_text(trigger, tags, parallel))
+
+
+def read_section(reader: Reader, section: str, call: str, end: str, read: Callable[[Reader], Wait[None]]) -> Wait[None]:
+    """Read calls, which begin with `call`, between `section` and `end`."""
+    yield from reader.expect(section)
+    while True:
+        yield from reader.skip_space()
+        yield from read(reader)
+        yield from reader.skip_space()
+        if not (yield from reader.starts_with(call)):
+            break
+        reader.hold()
+    yield from reader.close(end)
 
 
 def section_of_calls(
@@ -157,8 +170,8 @@ def section_of_calls(
 
 
 def first_calls(calls: Format, forbidden: str, excludes: Sequence[str], *, required: bool) -> dict[str, Any]:
-    """Return the structural tag of a format whose calls begin the answer without a marker: text may not begin like
-    them, that is with white space or one of the characters `forbidden`, and has none of `excludes`.
+    """Return the structural tag of a format whose calls begin the answer without a marker: other text may not begin
+    with white space or one of the characters `forbidden`, and has none of `excludes`.
     """
     if required:
         return structural_tag(sequence(optional_space(), calls))

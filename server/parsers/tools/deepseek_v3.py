@@ -20,6 +20,7 @@ from quire.server.parsers.tools.base import (
     arguments,
     json_schema,
     needs_structure,
+    read_section,
     section_of_calls,
     tag,
 )
@@ -42,15 +43,7 @@ class DeepseekV31(ToolFormat):
         return None
 
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
-        yield from reader.expect(_SECTION)
-        while True:
-            yield from reader.skip_space()
-            yield from self._call(reader)
-            yield from reader.skip_space()
-            if not (yield from reader.starts_with(_CALL)):
-                break
-            reader.hold()
-        yield from reader.close(_SECTION_END)
+        yield from read_section(reader, _SECTION, _CALL, _SECTION_END, self._call)
 
     def _call(self, reader: Reader) -> Wait[None]:
         yield from reader.expect(self.before_name)
@@ -87,7 +80,7 @@ class DeepseekV3(DeepseekV31):
 
     @property
     def strays(self) -> tuple[str, ...]:
-        return (self.after_arguments, *self.markers)  # else its fence opens a block of code in the content
+        return (self.after_arguments, *self.markers)  # otherwise its fence would open a code block in the content
 
     def recognize(self, template: str, has_token: HasToken) -> str | None:
         if _SECTION in template and "```json" in template:

@@ -34,11 +34,11 @@ from quire.server.parsers.tools.pythonic import Pythonic, read_call
 from quire.server.values import Json
 
 _NAME = re.compile(r"[\w.\-]+")
-_MAX_DEPTH = 12  # for values in the format's own notation
+_MAX_DEPTH = 12  # levels of values in the format's own notation
 _CONSTRAINTS = {
     *("allOf", "anyOf", "oneOf", "not", "const", "patternProperties", "propertyNames", "dependentRequired", "if"),
     *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems", "contains", "prefixItems"),
-    *("minProperties", "maxProperties", "x-quire-lark"),  # the last: of a custom tool
+    *("minProperties", "maxProperties", "x-quire-lark"),  # the last one: of a custom tool
 }
 
 
@@ -106,7 +106,7 @@ class Gemma4(ToolFormat):
 
 
 def _any_members(quote: str) -> str:
-    """EBNF of any members, in whose strings the first two characters of `quote` do not come together."""
+    """Return EBNF of any members, whose strings do not contain the first two characters of `quote` in a row."""
     mark = quote.replace('"', '\\"')
     return rf"""
 root ::= (pair ("," pair)*)?
@@ -149,7 +149,7 @@ class Gemma3(Pythonic):
             yield from json_text.close(reader, "```")
 
     def _read_code(self, reader: Reader, tools: Sequence[Tool]) -> Wait[None]:
-        """Calls, one per line, each maybe in print()."""
+        """Read calls, one per line, each possibly in print()."""
         types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
         while True:
             printed = yield from reader.accept("print(")

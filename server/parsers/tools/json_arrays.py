@@ -49,7 +49,7 @@ class JsonArray(ToolFormat):
 
 
 class Granite(JsonArray):
-    """Granite 3. Calls as Granite 3.0 (`<tool_call>[...]`) and 4 write them are read, too."""
+    """Granite 3. Also reads calls as Granite 3.0 (`<tool_call>[...]`) and 4 write them."""
 
     name = "granite"
     markers = ("<|tool_call|>", "<tool_call>", "</tool_call>")
@@ -66,7 +66,7 @@ class Granite(JsonArray):
 
 
 class Granite4(Granite):
-    """Granite 4 writes calls as Hermes does; those of Granite 3 are read, too."""
+    """Granite 4, which writes calls as Hermes does; also reads those of Granite 3."""
 
     name = "granite4"
     _written = Hermes()
@@ -93,9 +93,7 @@ class Phi4Mini(JsonArray):
 
 
 class GenericJson(ToolFormat):
-    """The answer is a call or an array of calls, by itself or in a Markdown block. Only functions of the request are
-    calls.
-    """
+    """A bare call or array of calls, also in a Markdown block. Only functions of the request are calls."""
 
     name = "json"
     first = ("{", "[", "```")

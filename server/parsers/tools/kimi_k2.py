@@ -18,6 +18,7 @@ from quire.server.parsers.tools.base import (
     arguments,
     json_schema,
     needs_structure,
+    read_section,
     section_of_calls,
     sequence,
     tag,
@@ -40,23 +41,18 @@ class KimiK2(ToolFormat):
         return f"functions.{name}:{index}"
 
     def read(self, reader: Reader, begin: str, tools: Sequence[Tool]) -> Wait[None]:
-        yield from reader.expect(_SECTION)
-        while True:
-            yield from reader.skip_space()
-            yield from reader.expect(_CALL)
-            call_id = yield from reader.name(_ARGUMENTS)
-            name, colon, index = call_id.rpartition(":")
-            name = (name if colon and index.isdigit() else call_id).removeprefix("functions.")
-            if not name:
-                raise Malformed
-            reader.begin_call(name, call_id)
-            yield from json_text.arguments(reader, self.boundaries)
-            yield from json_text.close(reader, _CALL_END)
-            yield from reader.skip_space()
-            if not (yield from reader.starts_with(_CALL)):
-                break
-            reader.hold()
-        yield from reader.close(_SECTION_END)
+        yield from read_section(reader, _SECTION, _CALL, _SECTION_END, self._call)
+
+    def _call(self, reader: Reader) -> Wait[None]:
+        yield from reader.expect(_CALL)
+        call_id = yield from reader.name(_ARGUMENTS)
+        name, colon, index = call_id.rpartition(":")
+        name = (name if colon and index.isdigit() else call_id).removeprefix("functions.")
+        if not name:
+            raise Malformed
+        reader.begin_call(name, call_id)
+        yield from json_text.arguments(reader, self.boundaries)
+        yield from json_text.close(reader, _CALL_END)
 
     def structure(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> dict[str, Any] | None:
         if not needs_structure(tools, required, parallel):

@@ -1,4 +1,4 @@
-"""The structural format of an object's members, in formats whose objects are not JSON."""
+"""The structural format of an object's members, for formats whose objects are not JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Member = Callable[[str, Any], Format]  # name and schema of a property -> its fo
 
 
 def members(schema: Mapping[str, Any], member: Member, separator: str, free: Format) -> Format:
-    """Return members of an object in the order of its properties, the required ones first, with `separator` between
-    them; `free` if the schema does not say which.
+    """Return the members of an object in the order of its properties, required ones first, joined by `separator`;
+    `free` if the schema lists none.
     """
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):

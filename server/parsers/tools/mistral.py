@@ -55,7 +55,7 @@ class Mistral(ToolFormat):
             yield from json_text.calls(reader, ends=self.boundaries)
             return
         yield from self._call(reader)
-        while _NAME.match((yield from reader.peek())):  # some templates write the mark only before the first call
+        while _NAME.match((yield from reader.peek())):  # some templates write the marker only before the first call
             reader.hold()
             yield from self._call(reader)
 
@@ -86,7 +86,7 @@ class Mistral(ToolFormat):
 
 
 class MistralJson(Mistral):
-    """Up to tokenizer v7."""
+    """Mistral's calls up to tokenizer v7."""
 
     name = "mistral_json"
 

@@ -44,7 +44,7 @@ dict ::= "{" (string ": " value (", " string ": " value)*)? "}"
 
 
 class Pythonic(ToolFormat):
-    """Only functions of the request are calls, because a list may begin an answer."""
+    """Python calls in a list. Only functions of the request are calls, because an answer may begin with a list."""
 
     name = "pythonic"
     first = ("[",)
@@ -109,7 +109,7 @@ class Llama4Pythonic(Pythonic):
 
 
 def read_call(reader: Reader, types: dict[str, ArgumentTypes]) -> Wait[None]:
-    """Read `NAME(KEY=VALUE, ...)`. Arguments by position get the names of the schema's properties."""
+    """Read `NAME(KEY=VALUE, ...)`. Positional arguments get the names of the schema's properties."""
     name = (yield from reader.match(_NAME)).group()
     yield from reader.expect("(")
     if name not in types:
@@ -135,7 +135,7 @@ def read_call(reader: Reader, types: dict[str, ArgumentTypes]) -> Wait[None]:
 
 
 def _keyword(reader: Reader) -> Wait[str | None]:
-    """Read `KEY=` if that is next."""
+    """Read `KEY=` if it is next."""
     while True:
         found = _KEY.match(reader.text, reader.position)
         if found is None and (yield from reader.peek()):

@@ -24,7 +24,7 @@ from quire.server.parsers.tools.base import (
 
 
 class XmlCalls(ToolFormat):
-    """A section of calls, which are tags with one tag per argument. Subclasses say how the tags are written.
+    """A section of calls, which are tags with one tag per argument. Subclasses define the spelling of the tags.
 
         section[0]  call[0] NAME call[1]  argument[0] KEY argument[1] VALUE argument[2] ...  call[2]  section[1]
 
@@ -46,7 +46,7 @@ class XmlCalls(ToolFormat):
         if closing:  # a call's end tag ends a value whose own end tag is missing
             self._followers[closing] = (self.section[1], opening)
         ends = list(self._followers)
-        # tags that cannot be in a value: its own end tag is missing
+        # tags that cannot occur in a value: its own end tag is missing
         openers = tuple(filter(None, (self.argument[0], opening, self.section[0])))
         if self.newlines:
             ends += ["\n" + end for end in ends]
@@ -114,7 +114,7 @@ class XmlCalls(ToolFormat):
         reader.arguments("{}" if separator == "{" else "}")
 
     def _end(self, reader: Reader, has_arguments: bool) -> Wait[None]:
-        """Read the end tag of a call; anything else ends a call with arguments, too. Raises Malformed."""
+        """Read the end tag of a call; anything else also ends a call with arguments. Raises Malformed."""
         end = self.call[2] or self.section[1]
         if (yield from reader.accept(end)):
             return
@@ -124,7 +124,7 @@ class XmlCalls(ToolFormat):
             raise Cut if reader.ends_within(self.section[1]) else Malformed
 
     def _key(self, reader: Reader, types: ArgumentTypes) -> Wait[tuple[str, bool]]:
-        """Read an argument's tag. Its name, and whether its value is handed out as it arrives."""
+        """Read an argument's tag. Return its name, and whether its value is emitted as it arrives."""
         yield from reader.expect(self.argument[0])
         key = yield from reader.name(self.argument[1])
         return key, types.is_text(key)
@@ -133,7 +133,7 @@ class XmlCalls(ToolFormat):
         return types.convert(key, value)
 
     def _value(self, reader: Reader, emit: Callable[[str], None]) -> Wait[None]:
-        """Hand out the text of a value, and read its end tag."""
+        """Emit the text of a value, and read its end tag."""
         if self.newlines:
             yield from reader.accept("\n")
         while True:
@@ -148,7 +148,7 @@ class XmlCalls(ToolFormat):
             emit(reader.take(len(marker)))
 
     def _continues(self, reader: Reader, marker: str) -> Wait[bool]:
-        """Return whether a value goes on after `marker`, the end of a section: its own end tag comes before another
+        """Return whether a value continues after `marker`, the end of a section: its own end tag comes before another
         tag.
         """
         return (yield from reader.quoted(len(marker), self._next_tag))

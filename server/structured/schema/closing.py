@@ -1,8 +1,8 @@
 """Close objects: small models invent undeclared properties until they are cut.
 
 An object is closed where its schema describes properties and does not mention others. All subschemas of the same value
-(`allOf`, `$ref`, ...) describe it together, so one of several is not closed alone. A condition or a complemented
-schema is not closed at all. llguidance leaves open every object that does not say otherwise.
+(`allOf`, `$ref`, ...) describe the object together, so none of several is closed alone. A condition or a complemented
+schema is not closed at all. llguidance leaves every object open unless its schema says otherwise.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Closing(Enum):
     CLOSED = 2
 
     @property
-    def of_children(self) -> Closing:
+    def for_children(self) -> Closing:
         return Closing.OPEN if self is Closing.OPEN else Closing.CLOSED
 
 
 @dataclass(slots=True)
 class Described:
-    """A schema's statements about the properties of an object."""
+    """The properties of an object that a schema describes."""
 
     names: dict[str, None] = field(default_factory=dict)
     patterns: dict[str, None] = field(default_factory=dict)
     describes: bool = False
-    is_explicit: bool = False  # it constrains the others
+    is_explicit: bool = False  # the schema constrains other properties
 
     def closes(self) -> bool:
         return self.describes and not self.is_explicit
@@ -54,7 +54,7 @@ class Described:
         return {**result, "additionalProperties": False}
 
     def unmatched(self) -> list[str]:
-        """Return the names that no pattern matches."""
+        """Return the property names that no pattern matches."""
         return [name for name in self.names if not any(_found(pattern, name) for pattern in self.patterns)]
 
     def __or__(self, other: Described) -> Described:
@@ -98,8 +98,8 @@ def has_parts(schema: dict[str, Any]) -> bool:
 
 
 def how_parts(schema: dict[str, Any], closing: Closing) -> Closing:
-    """Return how the subschemas that apply to the same value as `schema` are normalized: closed if one of them,
-    whichever it is, describes the whole object.
+    """Return the mode for the subschemas that apply to the same value as `schema`: closed if any single one of them
+    describes the whole object.
     """
     if closing is not Closing.CLOSED:
         return closing

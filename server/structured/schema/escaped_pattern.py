@@ -13,8 +13,8 @@ from typing import Any
 
 Writing = Mapping[str, str | None]  # characters that are not written as they are -> how they are; None: not at all
 
-# In a JSON string. Control characters are written as they are, which `CustomInput` reads, too: an escape would begin as
-# those of the others do, and a terminal that can go on with one of these would not let it follow.
+# In a JSON string. Control characters stay unescaped, which `CustomInput` reads, too: an escape would begin like the
+# other escapes, and a terminal that can continue with one of those would not let it follow.
 IN_JSON: Writing = {'"': '\\"', "\\": "\\\\"}
 _CLASSES = {
     ops.CATEGORY_DIGIT: r"\d",
@@ -37,7 +37,7 @@ def written(pattern: str, flags: str, writing: Writing) -> str:
         raise PatternError(f"the flag {min(unknown)!r} is not supported here")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Rust's sets within sets, which Python reads otherwise
+            warnings.simplefilter("error")  # Rust's nested sets, which Python reads differently
             parsed = parser.parse(pattern.replace("\\/", "/"), sum(getattr(re, flag.upper()) for flag in set(flags)))
     except (re.error, OverflowError, Warning) as error:
         raise PatternError(str(error)) from None
@@ -123,7 +123,7 @@ def _contains(member: tuple, char: str) -> bool:
         return value == ord(char)
     if op is ops.RANGE:
         return value[0] <= ord(char) <= value[1]
-    # no character of a writing is white space, a digit or of a word
+    # no character of a writing is white space, a digit or a word character
     return value in (ops.CATEGORY_NOT_DIGIT, ops.CATEGORY_NOT_SPACE, ops.CATEGORY_NOT_WORD)
 
 

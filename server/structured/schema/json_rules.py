@@ -1,7 +1,7 @@
-"""Rules for the JSON of normalized schemas that have numbers which the library does not hold exactly.
+"""Rules for the JSON of normalized schemas with numbers that the library does not represent exactly.
 
-The library takes what has none; around it objects, arrays and alternatives are written here, as the library writes
-them, because its schemas cannot refer to a rule.
+Schemas without them go to the library; around those, objects, arrays and alternatives are written here as by the
+library, because its schemas cannot refer to a rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ARRAY = frozenset({"type", "items", "minItems", "maxItems"})
 
 
 class RulesError(ValueError):
-    """Such a number cannot be enforced here. The text begins with the place."""
+    """A number cannot be enforced here. The text begins with the place."""
 
 
 class Rules(Protocol):

@@ -1,6 +1,6 @@
-"""Keywords of JSON Schema: which values they may have, and where they have subschemas.
+"""Keywords of JSON Schema: their valid values, and the places of their subschemas.
 
-`check` refuses an invalid schema with the place of its first mistake, so that other modules read valid ones only.
+`check` refuses an invalid schema with the place of its first mistake, so that other modules only read valid schemas.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ _NOTE: _Check = (lambda value: value is None or isinstance(value, str), "a strin
 _BOOLEAN: _Check = (lambda value: isinstance(value, bool), "true or false")
 _FLAG: _Check = (lambda value: value is None or isinstance(value, bool), "true or false")
 
-# the keywords that are enforced, of which no value is a schema
+# the enforced keywords whose values are no schemas
 VALUES: dict[str, _Check] = {
     "type": (_is_type, f"one of {', '.join(sorted(_TYPES))}, or a list of them"),
     "enum": (

@@ -1,4 +1,4 @@
-"""Patterns of numbers whose bounds the library does not hold exactly: it reads them as doubles, and fails from 18
+"""Patterns of numbers whose bounds the library does not hold exactly: it reads bounds as doubles, and fails from 18
 digits on. Numbers are written without exponents, as the library writes those with bounds.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-EXACT = 2**53  # up to which the library's bounds are exact
+EXACT = 2**53  # the library's bounds are exact up to this magnitude
 _MOST = int(sys.float_info.max)
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def is_finite(number: float) -> bool:
-    """Return whether a double may hold it; integers may have any number of digits."""
+    """Return whether `number` is within the range of a double; integers may have any number of digits."""
     return -_MOST <= number <= _MOST if isinstance(number, int) else math.isfinite(number)
 
 
@@ -34,7 +34,7 @@ def are_large(bounds: Mapping[str, Any]) -> bool:
 
 
 def integers(bounds: Mapping[str, Any]) -> str | None:
-    """Return the pattern of the integers within `bounds`; None: there are none."""
+    """Return the pattern of the integers within `bounds`; None if there are none."""
     low, high = _limits(bounds)
     low = None if low is None else math.ceil(low[0]) + (low[1] and low[0].denominator == 1)
     high = None if high is None else math.floor(high[0]) - (high[1] and high[0].denominator == 1)
@@ -89,7 +89,7 @@ def _part(low: int | None, high: int | None, sign: int, least: int) -> tuple[int
 
 
 def _decimals(near: _Limit | None, far: _Limit | None) -> str | None:
-    """Return numbers above `EXACT`, between limits of which those above it are whole."""
+    """Return the pattern of numbers above `EXACT` between two limits, which are whole if above `EXACT`."""
     first, excluded = EXACT, True
     if near is not None and near[0] > EXACT:
         first, excluded = int(near[0]), near[1]
@@ -114,7 +114,7 @@ def _joined(patterns: list[str | None]) -> str | None:
 
 
 def _digits(low: int, high: int | None) -> str | None:
-    """Return the pattern of the integers from `low`, which is not negative, to `high`."""
+    """Return the pattern of the integers from `low` (at least 0) to `high`."""
     if high is not None and high < low:
         return None
     least = len(str(low))
@@ -128,7 +128,7 @@ def _digits(low: int, high: int | None) -> str | None:
 
 
 def _between(first: str, last: str) -> str:
-    """Return the pattern of as many digits as both have, from `first` to `last`. It halves them, so that groups are
+    """Return the pattern of numbers from `first` to `last`, of equal length. The digits are halved, so that groups are
     nested only as deep as the logarithm of their length: the library takes some 250 levels, and a double has 309
     digits.
     """

@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema that are enforced where other keywords can express them, one function each.
+"""JSON Schema keywords that are enforced only where other keywords can express them, one function each.
 
 llguidance refuses all of them, except for the simplest cases of `oneOf` and of the counts (see `rewriting.py`).
 """

@@ -1,12 +1,12 @@
 """Keywords of JSON Schema that the grammar compiler does not have, in terms of those that it has.
 
-Each function takes normalized subschemas and gives a schema that holds in addition to the other keywords. They are
-exact; a result that would be too large or has no equivalent raises `Inexpressible`.
+Each function takes normalized subschemas and returns a schema that applies in addition to the other keywords. Results
+are exact; one that would be too large or has no equivalent raises `Inexpressible`.
 
 llguidance lacks `if`, `contains`, `uniqueItems`, `propertyNames`, `dependentRequired`, `dependentSchemas` and
 `unevaluatedProperties`. It takes `oneOf` only where its branches, which may not be references, differ in their types or
-in a required constant. It counts properties only where all that are named are required, or a bound is 0 or 1; a free
-name that is written twice counts twice.
+in a required constant. It counts properties only where all named ones are required, or a bound is 0 or 1; a free name
+that is written twice counts twice.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MAX_ALTERNATIVES = 400  # per keyword
 
 
 def if_then_else(condition: Schema, then: Schema, otherwise: Schema, types: frozenset[str], resolve: Resolve) -> Schema:
-    """`if`, `then` and `else`."""
+    """Return the schema of `if`, `then` and `else`."""
     return any_of([all_of([condition, then]), all_of([Complement(resolve).negate(condition, types), otherwise])])
 
 
 def exactly_one(branches: list[Schema], types: frozenset[str], resolve: Resolve) -> Schema:
-    """`oneOf`."""
+    """Return the schema of `oneOf`."""
     typed = [
         {"type": sorted(types), **branch} if isinstance(branch, dict) and "type" not in branch else branch
         for branch in branches
@@ -57,7 +57,7 @@ def exactly_one(branches: list[Schema], types: frozenset[str], resolve: Resolve)
 
 
 def dependent(conditions: dict[str, Schema], types: frozenset[str]) -> Schema:
-    """`dependentSchemas`: a schema for objects with a property of a name."""
+    """Return the schema of `dependentSchemas`: a condition per property name."""
     return all_of(
         _for_type("object", [{"properties": {name: False}}, all_of([{"required": [name]}, schema])], types)
         for name, schema in conditions.items()
@@ -65,7 +65,7 @@ def dependent(conditions: dict[str, Schema], types: frozenset[str]) -> Schema:
 
 
 def named(names: Schema, types: frozenset[str], resolve: Resolve) -> Schema:
-    """`propertyNames`."""
+    """Return the schema of `propertyNames`."""
     if "object" not in types:
         return True
     values = values_of(names, resolve)
@@ -116,15 +116,15 @@ def needs_counting(base: dict[str, Any]) -> bool:
 
 
 def counted(base: dict[str, Any], types: frozenset[str]) -> Schema:
-    """`minProperties` and `maxProperties` by the optional properties that an object has."""
+    """Return the schema of `minProperties` and `maxProperties`, by the optional properties present."""
     required, named = set(base.get("required", ())), base.get("properties", {})
     optional = [name for name, child in named.items() if name not in required and child is not False]
     least = max(base.get("minProperties", 0) - len(required), 0)
     most = base.get("maxProperties", math.inf) - len(required)
     is_closed = base.get("additionalProperties") is False and not base.get("patternProperties")
-    if least > 1 and not is_closed:  # a name of a free property may be written twice, which counts once
+    if least > 1 and not is_closed:  # a free property's name may be written twice, but counts once
         raise Inexpressible("more than one property that is not required needs additionalProperties: false")
-    if is_closed and most >= len(optional):  # others may be there as well
+    if is_closed and most >= len(optional):  # other properties may be present as well
         choices: Iterable[Schema] = ({"required": list(chosen)} for chosen in combinations(optional, least))
     elif not is_closed and most == math.inf:
         free = {"properties": dict.fromkeys(optional, False), "minProperties": base.get("minProperties", 0)}
@@ -137,7 +137,7 @@ def counted(base: dict[str, Any], types: frozenset[str]) -> Schema:
 def _exact_choices(
     base: dict[str, Any], optional: list[str], least: int, most: float, is_closed: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield objects with every choice of optional properties, without the others, and with free names for the rest."""
+    """Yield objects with each choice of optional properties, without the others; free names make up the rest."""
     bounds = {} if is_closed else {key: base[key] for key in ("minProperties", "maxProperties") if key in base}
     for size in range(least, len(optional) + 1):
         if size > most:
@@ -150,7 +150,7 @@ def _exact_choices(
 def containing(
     item: Schema, least: int, most: float, base: dict[str, Any], types: frozenset[str], resolve: Resolve
 ) -> Schema:
-    """`contains`, with `minContains` and `maxContains`."""
+    """Return the schema of `contains`, with `minContains` and `maxContains`."""
     if "array" not in types:
         return True
     if is_free(item):
@@ -168,8 +168,10 @@ def containing(
 
 
 def _placements(item: Schema, other: Schema, least: int, most: float, length: float) -> Iterator[dict[str, Any]]:
-    """Arrays with the matching items at every choice of places; `other` has what does not match, if `most` limits."""
-    if most >= length:  # items elsewhere may match as well
+    """Yield arrays with the matching items at every choice of places; `other` is the schema of other items, used if
+    `most` limits.
+    """
+    if most >= length:  # items at other places may match as well
         places = combinations(range(int(length)), least) if least else [()]
     elif most == 0:
         places = [()]
@@ -183,7 +185,7 @@ def _placements(item: Schema, other: Schema, least: int, most: float, length: fl
 
 
 def unique(base: dict[str, Any], types: frozenset[str], resolve: Resolve) -> Schema:
-    """`uniqueItems: true`, for items of few values."""
+    """Return the schema of `uniqueItems: true`, for items with few values."""
     if "array" not in types or base.get("maxItems", math.inf) <= 1:
         return True
     if base.get("items") is False and len(base.get("prefixItems", ())) <= 1:
@@ -217,7 +219,7 @@ def _arrangements(base: dict[str, Any], resolve: Resolve) -> Iterator[list[Any]]
 
 
 def unevaluated(others: Schema, base: dict[str, Any], resolve: Resolve) -> Schema:
-    """`unevaluatedProperties`. Takes from `base` one list of alternatives that exclude each other."""
+    """Return the schema of `unevaluatedProperties`; take from `base` a list of mutually exclusive alternatives."""
     unions = [keyword for keyword in ("anyOf", "oneOf") if keyword in base]
     own = {keyword: value for keyword, value in base.items() if keyword not in unions}
     if not unions:
@@ -251,7 +253,7 @@ class _Evaluated:
     everything: bool = False
 
     def add(self, schema: Schema, resolve: Resolve, seen: tuple[str, ...] = ()) -> None:
-        """Raises Inexpressible if it depends on the object."""
+        """Add the properties of a schema. Raises Inexpressible if they depend on the object."""
         if isinstance(schema, Derived):
             raise Inexpressible("which properties are evaluated may depend on the object")
         for keyword, value in schema.items() if isinstance(schema, dict) else ():

@@ -1,10 +1,10 @@
 """JSON Schema (draft 2020-12) -> an equivalent schema in the subset that the grammar compiler takes.
 
-Annotations and unknown keywords are dropped, as the specification asks. A keyword that validates but cannot be enforced
-is an error, so that every answer that ends by itself is valid. References become `#/$defs/...` of the result.
+Annotations and unknown keywords are dropped, as the specification asks. A validating keyword that cannot be enforced is
+an error, so that every answer that ends by itself is valid. References become `#/$defs/...` of the result.
 
-llguidance refuses a schema for an unknown format, for a count written as 2.0 and for a count beyond 32 bits, and lets a
-reference to itself alone begin (`tests/server/structured/test_library.py` has a schema for each difference).
+llguidance refuses a schema for an unknown format, for a count written as 2.0 and for a count beyond 32 bits, and takes
+a reference that leads only to itself (`tests/server/structured/test_library.py` has a schema for each difference).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Normalizer:
         self.checked: set[int] = set()
         check(root, "#", self.checked)
         self.names: dict[_Place, str] = {}  # -> the name below $defs
-        self.pending: list[tuple[_Place, Any]] = []  # with the subschemas, of names whose definition is not yet made
+        self.pending: list[tuple[_Place, Any]] = []  # places and subschemas whose definitions are not yet made
         self.definitions: dict[str, Schema] = {}
         self.defining: set[str] = set()
         self.num_subschemas = 0
@@ -138,12 +138,12 @@ class _Normalizer:
         except SchemaError as error:
             if closing is Closing.OPEN or (error.path, error.keyword) != (path, "oneOf"):
                 raise
-            return self._whole(schema, path, closing, {"oneOf": Closing.OPEN})  # as the complement must be
+            return self._whole(schema, path, closing, {"oneOf": Closing.OPEN})  # as its complement must be
 
     def _whole(
         self, schema: dict[str, Any], path: str, closing: Closing, of_parts: dict[str, Closing]
     ) -> dict[str, Any] | bool:
-        """`of_parts`: of the subschemas of a keyword, where it is not that of all parts."""
+        """Return a normalized schema. `of_parts`: the mode of a keyword's subschemas, if not the usual one."""
         usual = how_parts(schema, closing)
         result: dict[str, Any] = {}
         for keyword, value in schema.items():  # in order: properties are generated in the order of the schema
@@ -155,14 +155,14 @@ class _Normalizer:
                     result[keyword] = value
             elif keyword in MAPS:
                 result[keyword] = {
-                    name: self._schema(child, f"{at}/{escaped(name)}", closing.of_children)
+                    name: self._schema(child, f"{at}/{escaped(name)}", closing.for_children)
                     for name, child in value.items()
                 }
             elif keyword in LISTS:
-                how = closing.of_children if keyword == "prefixItems" else parts
+                how = closing.for_children if keyword == "prefixItems" else parts
                 result[keyword] = [self._schema(child, f"{at}/{i}", how) for i, child in enumerate(value)]
             elif keyword in SCHEMAS:
-                result[keyword] = self._schema(value, at, closing.of_children)
+                result[keyword] = self._schema(value, at, closing.for_children)
             elif keyword == "$ref":
                 result[keyword] = f"#/$defs/{self._definition(value, path, parts)}"
         values = result.get("enum", [result["const"]] if "const" in result else None)
@@ -186,7 +186,7 @@ class _Normalizer:
         result.update(kept)
 
     def _close(self, schema: dict[str, Any], base: dict[str, Any]) -> list[Schema]:
-        """Return the keywords that close the object that `schema` describes; changes `base` where that is enough."""
+        """Return the keywords that close the object that `schema` describes; may change `base` instead."""
         if not has_parts(schema):
             known = described([schema], self._place_of)
             if known.closes():
@@ -209,7 +209,7 @@ class _Normalizer:
             keyword = step.split("/")[0]
             how = Closing.OPEN if keyword in _COMPLEMENTED else how_parts(schema, closing)
             if keyword == "unevaluatedProperties":
-                how = closing.of_children
+                how = closing.for_children
             return self._schema(child, f"{path}/{step}", how)
 
         parts = []
@@ -241,7 +241,7 @@ class _Normalizer:
         return unquote(reference)
 
     def _place_of(self, reference: Json) -> Any:
-        """Return the schema as given that a reference names; None for a mistake, which its keyword reports."""
+        """Return the original schema that a reference names; None for a mistake, reported by its keyword."""
         try:
             return self._resolved(self._pointer(reference, "#"), "#")
         except SchemaError:
@@ -275,9 +275,7 @@ def _is_wrapped(schema: dict[str, Any]) -> bool:
 
 
 def _modern(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with the spellings of older drafts, and a few equivalents, in terms of keywords that are
-    enforced.
-    """
+    """Return the schema with spellings of older drafts, and a few equivalents, in terms of enforced keywords."""
     changed = dict(schema)
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):  # draft 4
         if isinstance(flag := changed.get(exclusive), bool):

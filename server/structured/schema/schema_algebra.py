@@ -14,7 +14,7 @@ from typing import Any
 from quire.server.values import Json
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
-MAX_RANGE = 64  # integers of a range that is taken for a set of values
+MAX_RANGE = 64  # integers of a range that is treated as a set of values
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _OPPOSITES = {
     "minimum": "exclusiveMaximum",
@@ -28,11 +28,11 @@ Resolve = Callable[[str], Schema]
 
 
 class Inexpressible(Exception):
-    """There is no equivalent in the keywords that are enforced; the text says why."""
+    """The enforced keywords have no equivalent; the text says why."""
 
 
 class Derived(dict):
-    """A normalized schema with parts that come from keywords which it does not have: `allOf` of both."""
+    """A normalized schema with parts derived from other keywords: `allOf` of both."""
 
     def __init__(self, base: dict[str, Any], parts: list[Schema]):
         super().__init__(allOf=[base, *parts])
@@ -272,7 +272,7 @@ def _plain(value: Json) -> Any:
 
 
 def values_of(schema: Schema, resolve: Resolve, seen: tuple[str, ...] = ()) -> list[Any] | None:
-    """Return all values of a schema that has few and says which, each once; else None."""
+    """Return the distinct values of a schema that enumerates a few; else None."""
     if schema is False:
         return []
     if schema is True:
@@ -309,7 +309,7 @@ def _next(bound: float, rounded: Callable[[float], int], step: int) -> float:
 
 
 def disjoint(a: Schema, b: Schema, resolve: Resolve, seen: frozenset[str] = frozenset()) -> bool:
-    """Return whether no value is valid for both, as far as types, constants and properties show."""
+    """Return whether no value is valid for both, judging by types, constants and properties."""
     for one, other in ((a, b), (b, a)):
         if one is False:
             return True

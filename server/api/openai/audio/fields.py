@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 TIMED = ("srt", "vtt", "verbose_json")
 MAX_PROMPT = 1 << 14  # characters
-# fields that OpenAI's models have, and these do not
+# fields of OpenAI's models without a meaning here
 _UNSUPPORTED = ("known_speaker_names", "known_speaker_references")
 _VAD = {"threshold": (0.0, 1.0), "silence_duration_ms": (20, 10_000), "prefix_padding_ms": (0, 10_000)}
 _TRUE, _FALSE = ("true", "1", "on"), ("false", "0", "off", "")
@@ -51,7 +51,7 @@ FORM = {
 
 @dataclass(slots=True)
 class Fields:
-    """The fields of a form, whose values are in their ranges."""
+    """The fields of a form, with validated values."""
 
     upload: UploadFile
     model: str | None = None
@@ -69,7 +69,7 @@ class Fields:
 
 
 def read_fields(form: FormData, strict: bool) -> Fields:
-    """Raises BadRequest naming the field; with `strict` also for unknown fields."""
+    """Return the fields. Raises BadRequest naming the field, with `strict` also for unknown ones."""
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
         raise BadRequest("Missing required parameter: file.", param="file", code="missing_required_parameter")
@@ -101,7 +101,7 @@ def read_fields(form: FormData, strict: bool) -> Fields:
 
 
 def check_model(fields: Fields, model: Recognizer, task: str) -> None:
-    """Raises BadRequest for a language, a translation or timestamps of words that the model does not have."""
+    """Raise BadRequest for a language, a translation or word timestamps that the model does not support."""
     if fields.words and not model.alignment_heads:
         raise BadRequest(
             "timestamp_granularities: the model has no timestamps of words: its files have no alignment_heads.",

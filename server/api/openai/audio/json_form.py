@@ -11,7 +11,7 @@ import msgspec
 from starlette.datastructures import FormData, UploadFile
 
 from quire.server.errors import BadRequest
-from quire.server.media import sources
+from quire.server.media.loading import sources
 
 if TYPE_CHECKING:
     from quire.server.values import Json
@@ -22,7 +22,7 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def form_of(body: bytes) -> FormData:
-    """Return the form that a body stands for. Raises BadRequest."""
+    """Return the form that a body represents. Raises BadRequest."""
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -48,7 +48,7 @@ def _content(url: object, param: str) -> bytes:
 
 
 def _items(name: str, value: Json) -> list[tuple[str, str]]:
-    """Return the fields of a form that a value stands for: several for a list, none for null."""
+    """Return the form fields of a value: several for a list, none for null."""
     if value is None:
         return []
     if isinstance(value, list):

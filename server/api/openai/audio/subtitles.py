@@ -8,13 +8,13 @@ from quire.server.generate.transcription import Segment
 
 
 def srt(segments: Sequence[Segment]) -> str:
-    """SubRip: numbered, with a comma before the milliseconds."""
+    """Return SubRip: numbered, with a comma before the milliseconds."""
     parts = [f"{number}\n{_times(one, ',')}\n{_line(one)}\n" for number, one in enumerate(segments, 1)]
     return "\n".join(parts)
 
 
 def vtt(segments: Sequence[Segment]) -> str:
-    """WebVTT."""
+    """Return WebVTT."""
     return "\n".join(["WEBVTT\n", *(f"{_times(one, '.')}\n{_line(one)}\n" for one in segments)])
 
 

@@ -57,7 +57,7 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
     is_json = request.headers.get("content-type", "").startswith("application/json")
     size = declared_size(request, most, refusal)
     room = state.speech.hold((size or most) if not is_json else MAX_BYTES)
-    form, keep = FormData(), False  # whether a stream reads on
+    form, keep = FormData(), False  # whether a stream still reads
     try:
         if is_json:
             body = await read_body(request, state, MAX_BYTES)
@@ -109,7 +109,7 @@ async def _answer(request: Request, state: needs.Transcriptions, task: str) -> R
 
 
 def _require_program(request: Request) -> None:
-    """Refuse forms that web pages of others send, which browsers do not ask for first."""
+    """Refuse forms from other sites' web pages, which browsers send without a CORS preflight."""
     headers = request.headers
     from_page = "origin" in headers or "sec-fetch-site" in headers
     own = headers.get("sec-fetch-site") == "same-origin"  # browsers say so themselves: this server's page
@@ -146,7 +146,7 @@ async def _never() -> bool:
 
 
 async def _closing(frames: AsyncGenerator[bytes, None], form: FormData, room: Room) -> AsyncGenerator[bytes, None]:
-    """`frames`, then close the file of the form and give its room back."""
+    """Yield `frames`, then close the form's file and release its room."""
     try:
         async with aclosing(frames):
             async for frame in frames:
@@ -165,7 +165,7 @@ class Answer:
 
     async def whole(self) -> Response:
         """Return the answer to a request without `stream`."""
-        async with aclosing(self.transcription.said()) as found:
+        async with aclosing(self.transcription.texts()) as found:
             async for said in found:
                 self.said.append(said)
         text = "".join(map(self._joined, range(len(self.said))))
@@ -188,7 +188,7 @@ class Answer:
         """
         loop, text = asyncio.get_running_loop(), ""
         end = None if total is None else loop.time() + total
-        async with aclosing(self.transcription.said()) as found:
+        async with aclosing(self.transcription.texts()) as found:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -207,7 +207,7 @@ class Answer:
         yield sse.event(msgspec.json.encode(done))
 
     def _joined(self, number: int) -> str:
-        """Return the text of a piece with the space before it."""
+        """Return the text of a piece, with the separator before it."""
         text = self.said[number].text.strip()
         if not text or not any(said.text.strip() for said in self.said[:number]):
             return text

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answer:
-    """`transferred` returns the parameters for a server that goes on with the prompt, once it is computed."""
+    """The answer. `transferred` returns the parameters for a server that continues the computed prompt."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Answer:
         self.num_events = 0
 
     async def events(self, generation: AsyncGenerator[Delta, None]) -> AsyncGenerator[list[bytes], None]:
-        """Yield all events but the last, one or several at a time. Closing it aborts the generation; an error of it
-        becomes the response's.
+        """Yield all events but the last, one or several at a time. Closing it aborts the generation; a generation error
+        becomes the response's error.
         """
         try:
             yield self.first()
@@ -64,7 +64,7 @@ class Answer:
             await generation.aclose()
 
     def first(self) -> list[bytes]:
-        """The response has begun."""
+        """Begin the response."""
         kinds = ["response.created", "response.in_progress"]
         if self.response.background:
             self.response.status = "queued"

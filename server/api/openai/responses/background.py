@@ -14,7 +14,7 @@ Keep = Callable[[bytes | None], Awaitable[bytes]]  # stores the response with th
 
 
 class Run:
-    """One response. `events` are those so far: the n-th has the sequence number n."""
+    """A response in the background. `events` are those so far; the n-th has sequence number n."""
 
     def __init__(
         self, owner: str, answer: Answer, generation: AsyncGenerator[Delta, None], keep: Keep, keep_events: bool
@@ -73,11 +73,11 @@ class Run:
             self._task.cancel()
 
     async def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the response has ended."""
         await asyncio.wait({self._task})
 
     async def interrupt(self, why: str) -> None:
-        """End it as failed."""
+        """End the response as failed."""
         self._interrupted = why
         self.cancel()
         await self.wait()

@@ -1,4 +1,4 @@
-"""Compaction: a request whose input ends with a `compaction_trigger` gets one item that stands for the conversation so
+"""Compaction: a request whose input ends with a `compaction_trigger` gets one item that replaces the conversation so
 far: a summary that the model writes.
 """
 
@@ -33,5 +33,5 @@ def request() -> dict[str, Json]:
 
 
 def summary(text: str) -> dict[str, Json]:
-    """Return the message that tells the model the summary."""
+    """Return the message that gives the model the summary."""
     return {"role": "user", "content": _TOLD + text}

@@ -33,7 +33,7 @@ _raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class _Posting(needs.Body, needs.Responses, Protocol):
-    """To change a conversation."""
+    """The state needed to change a conversation."""
 
 
 class _Call(msgspec.Struct):

@@ -66,36 +66,36 @@ ID_PREFIX = "resp_"
 
 B = TypeVar("B", bound=ResponsePrompt)
 R = TypeVar("R")
-Work = tuple[B, R] | Deferred[tuple[B, R]]  # at once, or after images have been loaded
+Work = tuple[B, R] | Deferred[tuple[B, R]]  # immediate, or deferred until images are loaded
 
 
 class _Posting(needs.Body, needs.Responses, Protocol):
-    """To read a body and the responses before it."""
+    """The state needed to read a body and the responses before it."""
 
 
 class _Counting(_Posting, needs.Tokenizing, Protocol):
-    """To count the tokens of a prompt."""
+    """The state needed to count the tokens of a prompt."""
 
 
 class _Preparing(needs.Preparing, needs.Responses, Protocol):
-    """To prepare a response."""
+    """The state needed to prepare a response."""
 
 
 class _Keeping(needs.Responses, needs.Threads, Protocol):
-    """To store a response."""
+    """The state needed to store a response."""
 
 
 class _Background(needs.Responses, needs.Drain, needs.Queue, needs.Settings, Protocol):
-    """To run a response in the background."""
+    """The state needed to run a response in the background."""
 
 
 class _Creating(_Posting, needs.Completion, needs.Drain, Protocol):
-    """To create a response."""
+    """The state needed to create a response."""
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """`items`: JSON of the request's own input, to be stored."""
+    """A prepared response. `items`: JSON of the request's own input, to be stored."""
 
     one: GenerationRequest
     answer: Answer
@@ -134,8 +134,8 @@ async def create_response(request: Request, state: _Creating) -> Response:
 async def _with_history(
     request: Request, cls: type[B], state: _Posting, work: Callable[[B, History | None], Work[B, R]]
 ) -> tuple[B, R]:
-    """Return the body, and the result of `work` on it and on the items it refers to, which needs another turn in a
-    thread.
+    """Return the body, and the result of `work` on it and on the items to which it refers; fetching these takes
+    another turn in a thread.
     """
     body, done = await use_body(
         request, cls, state, lambda body: (body, None) if past.is_needed(body) else work(body, None)
@@ -161,7 +161,7 @@ def _prepare(
     def finish() -> tuple[ResponsesRequest, _Prepared]:
         truncate(wanted.prompts, body, state, body.max_output_tokens or 1)
         (one,) = prepare(wanted, state)
-        wanted.prompts = []  # freed here, in the thread: it takes long
+        wanted.prompts = []  # freed here, in the thread: freeing takes long
         return body, _prepared(body, one, state, key)
 
     return after_images(wanted, state, wanted.tenant, finish)
@@ -185,7 +185,7 @@ def _prepared(body: ResponsesRequest, one: GenerationRequest, state: needs.Prepa
 
 
 def _decide_to_store(request: Request, body: ResponsesRequest, state: needs.Responses) -> None:
-    """`store` is true unless the client says otherwise, for a line of a batch false."""
+    """Set the default of `store`: true, but false for a batch line."""
     in_batch = caller(request).background
     if body.background and in_batch:
         raise BadRequest("background is not available in batches.", param="background")
@@ -235,7 +235,7 @@ async def _all(generation: AsyncGenerator[Delta, None]) -> list[Delta]:
 
 
 def _size(num_tokens: int, logprobs: bool) -> int:
-    """Return the work of writing down an answer, for `Threads.run`."""
+    """Return the work of serializing an answer, for `Threads.run`."""
     return num_tokens * (deltas.POSITION_SIZE if logprobs else 1) + 16
 
 
@@ -265,7 +265,7 @@ async def _keep(
 ) -> bytes:
     """Store the response as it is now, if it is to be stored, and its items in its conversation. Returns its JSON.
 
-    An answer outlives a failure of the store, or being too large for it, and then says that it is not stored.
+    If the store fails or the answer is too large for it, the answer says that it is not stored.
     """
     response, responses = prepared.answer.response, state.responses
     size = _size(prepared.answer.output.used.num_output, wants_logprobs(body))

@@ -1,4 +1,4 @@
-"""Items that this server does not make: conversations that began at another server bring them along.
+"""Items that this server never makes, in conversations that began at another server.
 
 Calls of tools are rendered if their result has text. Other items are left out of the prompt, and named in the Warning
 header. All of them are stored as they came.
@@ -20,7 +20,7 @@ _Field = msgspec.Raw | UnsetType
 
 
 class _Call(NamedTuple):
-    """The tool that a call is of, and the fields with its arguments and its result. `tool` None: the item names it. No
+    """The tool of a call, and the fields with its arguments and its results. `tool` None: the item names the tool. No
     `results`: the client answers with an item of `OUTPUTS`.
     """
 
@@ -39,7 +39,7 @@ _CALLS = {
     "code_interpreter_call": _Call("code_interpreter", "code", ("outputs",)),
     "mcp_call": _Call(None, "arguments", ("output", "error")),
 }
-OUTPUTS = {  # their results
+OUTPUTS = {  # the items with their results
     "local_shell_call_output": "output",
     "shell_call_output": "output",
     "apply_patch_call_output": "output",
@@ -124,26 +124,26 @@ def is_call(kind: str) -> bool:
 
 
 def called_as(kind: str, call_id: str | None, item_id: str | None) -> set[str | None]:
-    """Return the ids by which the output of a call may refer to an item: that of a local shell has the item's."""
+    """Return the ids by which a call's output may refer to an item: a local shell's output has the item's."""
     if kind == "local_shell_call":
         return {call_id, item_id}
     return {call_id} if kind.endswith("_call") or kind in _CALLS else set()
 
 
 def call_of(item: Item) -> MessageToolCall:
-    """Return the call that an item is."""
+    """Return an item as a call."""
     call = _CALLS[item.type]
     given = getattr(item, call.arguments)
     if isinstance(given, msgspec.Raw):
         given = bytes(given).decode() if is_given(given) else None
-        if given and call.arguments in ("code", "queries"):  # the arguments of a call are an object
+        if given and call.arguments in ("code", "queries"):  # the arguments of a call must be an object
             given = f'{{"{call.arguments}": {given}}}'
     function = CalledFunction(name=call.tool or item.name or "", arguments=given or "{}")
     return MessageToolCall(id=item.call_id or item.id or item.type, function=function)
 
 
 def result_of(item: Item, path: str) -> str | None:
-    """Return the result in the item of a call; None if it comes in an item of its own. Raises BadRequest."""
+    """Return the result in the item of a call; None if a separate item has it. Raises BadRequest."""
     field = _result_field(item, _CALLS[item.type])
     if field is None:
         return None

@@ -18,7 +18,7 @@ from quire.server.http.read_body import max_body_bytes
 
 MAX_REFERENCES = 1_000
 REFERENCE = "item_reference"
-_KEY = 32  # characters of an item's id that are its response's
+_KEY = 32  # characters of an item's id that come from its response's id
 _items = msgspec.json.Decoder(list[InputItem]).decode
 
 
@@ -32,7 +32,7 @@ _past = msgspec.json.Decoder(_Past).decode
 
 @dataclass(slots=True)
 class History:
-    """`chain` are responses, oldest first."""
+    """The stored objects of one request. `chain` are responses, oldest first."""
 
     chain: list[Stored] = field(default_factory=list)
     conversation: Stored | None = None
@@ -40,13 +40,13 @@ class History:
 
     @property
     def size(self) -> int:
-        """Bytes of JSON."""
+        """Return the size in bytes of JSON."""
         whole = [*self.chain, *self.referenced, *([self.conversation] if self.conversation else [])]
         return sum(len(one.body) + len(one.items) for one in whole)
 
     @property
     def name(self) -> str | None:
-        """The id of the conversation, or of the response with which the chain began."""
+        """Return the id of the conversation, or of the first response of the chain."""
         first = self.conversation or (self.chain[0] if self.chain else None)
         return first and first.id
 
@@ -70,7 +70,7 @@ def _references(body: ResponsePrompt):
 
 
 async def fetch(request: Request, body: ResponsePrompt, responses: Responses, state: needs.BodyLimit) -> History:
-    """Raises NotFound for an id that is not stored, BadRequest."""
+    """Return the history of a request. Raises NotFound for an id that is not stored, BadRequest."""
     responses.require_kept()
     if body.previous_response_id is not None and body.conversation is not None:
         raise BadRequest("previous_response_id and conversation exclude each other.", param="conversation")

@@ -17,11 +17,11 @@ from quire.server.api.openai.responses.namespaces import joined
 from quire.server.api.openai.responses.protocol import TEXT_PARTS, InputItem, InputPart, Screenshot
 from quire.server.api.openai.tools import CalledCustom, CalledFunction, MessageToolCall, required, template_call
 from quire.server.errors import BadRequest
-from quire.server.media.inputs import ImageInput
+from quire.server.media.inputs import MediaInput
 
 
 def opaque(text: str) -> str:
-    """Return the `encrypted_content` of thoughts or of a summary. It hides nothing."""
+    """Return the `encrypted_content` of thoughts or of a summary. It is not encrypted."""
     return OWN_TEXT + base64.urlsafe_b64encode(text.encode()).decode()
 
 
@@ -50,14 +50,14 @@ def messages_of(instructions: str | None, items: list[InputItem], param: str) ->
     messages = writer.finish()
     if instructions is None:
         return messages
-    if messages and messages[0]["role"] in ("system", "developer"):  # most templates take one, as the first
+    if messages and messages[0]["role"] in ("system", "developer"):  # most templates take only one, at the start
         first, *rest = messages
         return [first | {"content": _preceded(instructions, first["content"])}, *rest]
     return [{"role": "system", "content": instructions}, *messages]
 
 
 def check_items(items: list[InputItem], called: set[str | None], param: str) -> None:
-    """Raises BadRequest for items that no conversation may have. `called`: the calls that it has already."""
+    """Raise BadRequest for invalid items. `called`: the ids of the conversation's earlier calls."""
     writer = _Writer()
     writer.called |= dict.fromkeys(called)
     for i, item in enumerate(items):
@@ -68,7 +68,7 @@ class _Writer:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.thoughts: list[str] = []  # for the answer that follows
-        self.called: dict[str | None, str | None] = {}  # the names of a call -> its id in the messages
+        self.called: dict[str | None, str | None] = {}  # the ids by which a call is known -> its id in the messages
 
     def add(self, item: InputItem, path: str) -> None:
         if foreign_items.is_left_out(item):
@@ -177,7 +177,7 @@ def content_of(content: Content | Screenshot, path: str) -> str | list[dict[str,
 
 
 def text_of(content: Content, path: str) -> str:
-    """Raises BadRequest for a part that is no text."""
+    """Return the text of a content. Raises BadRequest for a part that is no text."""
     if isinstance(content, str):
         return content
     return "".join(_text(part, f"{path}.{i}") for i, part in _placed(content))
@@ -193,10 +193,10 @@ def _preceded(instructions: str, content: str | list[dict[str, Any]]) -> str | l
     return [{"type": "text", "text": f"{instructions}\n\n"}, *content]
 
 
-def _image(part: InputPart, path: str) -> ImageInput:
+def _image(part: InputPart, path: str) -> MediaInput:
     param = f"{path}.image_url"
     detail = "high" if part.detail == "original" else part.detail
-    return ImageInput(param=param, url=required(part.image_url, param), detail=detail)
+    return MediaInput(param=param, url=required(part.image_url, param), detail=detail)
 
 
 def _text(part: InputPart, path: str) -> str:
@@ -223,7 +223,7 @@ _PREFIXES = {
 
 
 def stored(items: list[InputItem], key: str) -> list[InputItem]:
-    """Return the items as lists show them: with ids, made from `key` where they have none, and content as parts."""
+    """Return the items as listed: with ids, generated from `key` if missing, and content as parts."""
     return [_stored(item, f"{key}i{i}") for i, item in enumerate(items)]
 
 

@@ -1,5 +1,5 @@
-"""Tools in namespaces, in which clients group functions, such as those of an MCP server. Models know single names, so
-that the name of such a tool begins with that of its namespace.
+"""Tools in namespaces, by which clients group functions, such as those of an MCP server. Models only know flat names,
+so such a tool's name is prefixed with that of its namespace.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from quire.server.api.openai.responses.protocol import ResponseTool
 
-NAMESPACE = "namespace"  # the type of the tool that has others
+NAMESPACE = "namespace"  # the type of a tool that contains others
 
 
 class Named(NamedTuple):

@@ -78,6 +78,7 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
     cache_write_tokens: int = 0
     image_tokens: int | UnsetType = UNSET  # for a prompt with images
+    video_tokens: int | UnsetType = UNSET  # for a prompt with videos
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):

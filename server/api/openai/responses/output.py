@@ -29,9 +29,9 @@ from quire.server.request.delta import Delta
 from quire.server.request.usage import TokenUsage
 from quire.server.values import Json
 
-CUT = ("length", "timeout")  # reasons for which an answer ends early
+CUT = ("length", "timeout")  # reasons why an answer ends early
 
-ServerEvent = tuple[str, dict[str, Any]]  # its type, and its fields but `sequence_number`
+ServerEvent = tuple[str, dict[str, Any]]  # type, and fields without `sequence_number`
 
 
 class Output:
@@ -57,10 +57,10 @@ class Output:
         self.key, self.used, self.tools, self.prewarm = key, used, tools, prewarm
         self.summarized, self.encrypted, self.formatter = summarized, encrypted, formatter
         self.items: list[OutputItem] = []
-        self.open = False  # whether the last item may grow
+        self.open = False  # whether the last item may still grow
         self.pieces: list[str] = []  # for its text
         self.logprobs: list[Any] = []
-        self.space = ""  # white space that may begin a message, or separate items
+        self.space = ""  # white space that may begin a message or separate items
         self.finish_reason: str | None = None
 
     def push(self, delta: Delta) -> Iterator[ServerEvent]:
@@ -82,7 +82,11 @@ class Output:
         accepted, rejected = used.predicted or (UNSET, UNSET)
         return ResponseUsage(
             input_tokens=used.num_prompt,
-            input_tokens_details=InputTokensDetails(cached_tokens=counts.cached, image_tokens=used.num_images or UNSET),
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=counts.cached,
+                image_tokens=used.num_images or UNSET,
+                video_tokens=used.num_videos or UNSET,
+            ),
             output_tokens=used.num_output,
             output_tokens_details=OutputTokensDetails(
                 reasoning_tokens=used.num_reasoning,
@@ -116,7 +120,7 @@ class Output:
                 yield self._delta("custom_tool_call_input" if custom else "function_call_arguments", text)
 
     def finish(self) -> Iterator[ServerEvent]:
-        """The answer has ended. One without anything is an empty message, unless none was asked for."""
+        """End the answer. An empty answer becomes an empty message, unless no output was requested."""
         if not self.items and self.compacts:
             yield from self._begin(OutputCompaction(id=self._id("cmp")))
         elif not self.items and not self.prewarm:
@@ -126,7 +130,7 @@ class Output:
         yield from self._close("incomplete" if self.finish_reason in CUT else "completed")
 
     def abandon(self) -> Iterator[ServerEvent]:
-        """Nothing follows; an item that is open stays as far as it is."""
+        """End the answer early; an open item stays incomplete."""
         yield from self._close("incomplete")
 
     def _content(self, text: str, logprobs: list[Any]) -> Iterator[ServerEvent]:
@@ -157,7 +161,7 @@ class Output:
             yield self._of_part("added", part)
 
     def _close(self, status: str = "completed") -> Iterator[ServerEvent]:
-        """The last item has ended, if it is open."""
+        """End the last item if it is open."""
         if not self.open:
             return
         self.open = False

@@ -1,6 +1,4 @@
-"""The responses of a server process: the store, with one thread that uses it, and those that run in the
-background.
-"""
+"""The responses of a server process: the store, with one thread that uses it, and the background responses."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_SECONDS = 1.0  # between looks at what other processes want cancelled
+POLL_SECONDS = 1.0  # between checks for cancellations by other processes
 
 
 class Responses:
     def __init__(self, config: ServerConfig, observe_evicted: Callable[[int], None] = lambda num: None):
-        """`observe_evicted` is told how many objects made room. Raises ValueError for a file that cannot be used."""
+        """`observe_evicted` is told the number of evicted objects. Raises ValueError for a file that cannot be used."""
         path = config.responses_store
         # memory cannot be shared by several processes
         self.kept = path is not None or config.api_server_count == 1
@@ -39,7 +37,7 @@ class Responses:
         self._polling: asyncio.Task[None] | None = None
 
     def require_kept(self) -> None:
-        """Raises BadRequest if nothing is stored."""
+        """Raise BadRequest if nothing is stored."""
         if not self.kept:
             raise BadRequest(
                 "Several frontends (--api-server-count) can only store responses in a file: start the server with "
@@ -82,7 +80,7 @@ class Responses:
                     run.cancel()
 
     async def close(self) -> None:
-        """Cancel what runs, and close the store."""
+        """Cancel running responses, and close the store."""
         if self._polling is not None:
             self._polling.cancel()
         for run in list(self.runs.values()):

@@ -20,7 +20,7 @@ from quire.server import database
 from quire.server.errors import BadRequest, NotFound
 
 MAX_OBJECTS = 10_000
-MAX_CHAIN = 2_000  # responses before one
+MAX_CHAIN = 2_000  # responses before a response
 LEASE = 15.0  # seconds after which a running response whose process is silent counts as failed
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS objects (
@@ -55,9 +55,9 @@ _RUNNING = "('queued', 'in_progress', 'cancelling')"
 
 @dataclass(slots=True)
 class Stored:
-    """A response or a conversation. body: its JSON. items: JSON of a list, the input of a response or the items of a
-    conversation. events: those of a stream that can be resumed, but the last, compressed. alive: when a running one was
-    last heard of, in seconds since the epoch.
+    """A response or a conversation. body: its JSON. items: JSON list of the input of a response or the items of a
+    conversation. events: of a resumable stream, without the last one, compressed. alive: when a running one was last
+    heard of, in seconds since the epoch.
     """
 
     id: str
@@ -74,20 +74,20 @@ _COLUMNS = "id, owner, previous, status, body, items, events, alive"
 
 
 class Store(database.Store):
-    """`max_bytes` bounds what is kept."""
+    """The database. `max_bytes` limits the size of all objects."""
 
     def __init__(self, path: str | None, max_bytes: int, max_objects: int = MAX_OBJECTS):
-        """Raises OSError, sqlite3.Error for a file that cannot be used."""
+        """Open the file. Raises OSError, sqlite3.Error if it cannot be used."""
         self.max_bytes, self.max_objects = max_bytes, max_objects
-        self.max_object_bytes = max_bytes // 8  # one object does not take the place of all others
-        self.num_evicted = 0  # objects that made room
+        self.max_object_bytes = max_bytes // 8  # so that one object cannot evict all others
+        self.num_evicted = 0  # evicted objects
         file = None if path in (None, ":memory:") else Path(path)
         super().__init__(file, _SCHEMA, "synchronous = NORMAL")
 
     # ---- objects
 
     def put(self, stored: Stored) -> bool:
-        """Add an object, or change one; returns whether it is kept. Too large a one is not."""
+        """Add an object, or replace one. Return whether it is kept: it is not if it is too large."""
         with self._transaction() as db:
             return self._put(db, stored)
 
@@ -97,13 +97,13 @@ class Store(database.Store):
             raise self._too_large("items")
 
     def finish(self, stored: Stored) -> bool:
-        """Return the end of a running response, unless it was deleted; returns whether it is kept."""
+        """Store the end of a running response, unless it was deleted. Return whether it is kept."""
         with self._transaction() as db:
             known = db.execute("SELECT 1 FROM objects WHERE id = ?", (stored.id,)).fetchone()
             return known is not None and self._put(db, stored)
 
     def get(self, object_id: str, owner: str, param: str) -> Stored:
-        """Raises NotFound, also for an object of another owner; `param` is the field that names it."""
+        """Return an object. Raises NotFound, also for another owner's; `param` is the field that names it."""
         return self.change(object_id, owner, param, None)
 
     def change(self, object_id: str, owner: str, param: str, edit: Callable[[Stored], None] | None) -> Stored:
@@ -132,7 +132,7 @@ class Store(database.Store):
             return stored
 
     def delete(self, object_id: str, owner: str, param: str) -> None:
-        """Raises NotFound."""
+        """Delete an object. Raises NotFound."""
         self.get(object_id, owner, param)
         self._db.execute("DELETE FROM objects WHERE id = ?", (object_id,))
 
@@ -176,13 +176,13 @@ class Store(database.Store):
             return
         held = {owner: [num, total] for owner, num, total in db.execute("SELECT owner, count, size FROM owners")}
         while held and (count > self.max_objects or size > self.max_bytes):
-            by = 1 if size > self.max_bytes else 0  # the amount that is short
+            by = 1 if size > self.max_bytes else 0  # the excess
             largest = max(held, key=lambda owner: held[owner][by])
             oldest = db.execute(
                 f"SELECT id, size FROM objects WHERE owner = ? AND status NOT IN {_RUNNING} ORDER BY used LIMIT 1",
                 (largest,),
             ).fetchone()
-            if oldest is None:  # all that it has is running
+            if oldest is None:  # all of the owner's objects are running
                 del held[largest]
                 continue
             db.execute("DELETE FROM objects WHERE id = ?", oldest[:1])
@@ -221,7 +221,7 @@ class Store(database.Store):
     # ---- running responses
 
     def keep_alive(self, ids: list[str]) -> list[str]:
-        """Say that responses are still running here; returns those that shall be cancelled, or were deleted."""
+        """Mark responses as still running here. Return those to cancel and those that were deleted."""
         marks = ", ".join("?" * len(ids))
         with self._transaction() as db:
             db.execute(f"UPDATE objects SET alive = ? WHERE id IN ({marks})", (time.time(), *ids))
@@ -230,14 +230,14 @@ class Store(database.Store):
         return [object_id for object_id in ids if object_id not in wanted]
 
     def ask_to_cancel(self, response_id: str) -> None:
-        """Another process runs it."""
+        """Request the cancellation of a response that another process runs."""
         self._db.execute(
             f"UPDATE objects SET status = 'cancelling' WHERE id = ? AND status IN {_RUNNING}", (response_id,)
         )
 
 
 def _give_up(stored: Stored) -> None:
-    """The process that ran the response has ended."""
+    """Fail a response whose process has ended."""
     body: dict[str, Any] = msgspec.json.decode(stored.body)
     error = {"code": "server_error", "message": "The server ended while the response was running."}
     stored.status = "failed"

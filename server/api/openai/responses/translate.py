@@ -23,7 +23,7 @@ from quire.server.errors import BadRequest
 from quire.server.generate.transfer import read_transfer
 from quire.server.http.parse_body import is_left_out
 from quire.server.prompt.encode import encode_conversation
-from quire.server.request.ngrams import of_vllm
+from quire.server.request.ngrams import from_vllm
 from quire.server.request.request import Conversation, GenerationSpec, options_of
 from quire.server.request.tools import Reasoning, Tool, ToolChoice
 from quire.server.structured.structure import Structure
@@ -31,7 +31,7 @@ from quire.server.values import Json
 
 
 def spec(body: ResponsesRequest, history: list[InputItem], **identity: Json) -> GenerationSpec:
-    """`history`: the items before the request's own. `identity`: request_id, priority, tenant, background."""
+    """Return the spec. `history`: earlier items. `identity`: request_id, priority, tenant, background."""
     check(body)
     return GenerationSpec(
         prompts=conversation(body, history),
@@ -39,7 +39,7 @@ def spec(body: ResponsesRequest, history: list[InputItem], **identity: Json) -> 
             body,
             max_tokens=0 if prewarms(body) else body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
-            no_repeat_ngram=of_vllm(body.vllm_xargs),
+            no_repeat_ngram=from_vllm(body.vllm_xargs),
             prediction=None if body.prediction is None else body.prediction.text,
         ),
         structure=_structure(body.text and body.text.format),
@@ -62,7 +62,7 @@ def check(body: ResponsesRequest) -> None:
 
 
 def prewarms(body: ResponsesRequest) -> bool:
-    """Return whether the request computes its prompt, for the cache, and no output."""
+    """Return whether the request only computes its prompt, for the cache."""
     return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
 
 
@@ -71,7 +71,7 @@ def wants_logprobs(body: ResponsesRequest) -> bool:
 
 
 def conversation(body: ResponsePrompt, history: list[InputItem]) -> Conversation:
-    """Return the prompt of a request, whole."""
+    """Return the whole prompt of a request."""
     items = history + as_items(body.input)
     if not items:
         raise BadRequest("Missing required parameter: input.", param="input", code="missing_required_parameter")
@@ -100,7 +100,7 @@ def truncate(prompt: Conversation, body: ResponsePrompt, state: needs.Prompting,
     if not starts:
         return
     messages = prompt.messages
-    low, high = 0, len(starts) - 1  # the number of turns to leave out, which a binary search finds
+    low, high = 0, len(starts) - 1  # binary search for the number of turns to leave out
     while low < high:
         middle = (low + high) // 2
         prompt.messages = messages[: starts[0]] + messages[starts[middle] :]
@@ -127,8 +127,8 @@ def _tools(given: list[ResponseTool] | None) -> list[Tool]:
 
 
 def _of_namespace(group: ResponseTool, path: str) -> list[Tool]:
-    """Return the tools of a namespace. Its description begins that of the first one, because templates know no
-    groups.
+    """Return the tools of a namespace. Its description is prefixed to that of the first tool, because templates know
+    no groups.
     """
     namespace, members = required(group.name, f"{path}.name"), required(group.tools, f"{path}.tools")
     tools = [_tool(tool, f"{path}.tools.{i}") for i, tool in enumerate(members) if not is_left_out(tool)]

@@ -6,12 +6,12 @@ import ipaddress
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the well-known prefix, behind which IPv4 addresses lie
-_NOT_PUBLIC = [ipaddress.ip_network("192.0.0.0/24")]  # which older Pythons take for global
+_NOT_PUBLIC = [ipaddress.ip_network("192.0.0.0/24")]  # which older Pythons consider global
 
 
 def is_public(text: str) -> bool:
-    """Return whether `text`, an address as the resolver returns it, is of the public internet, and so is every IPv4
-    address that it stands for.
+    """Return whether `text`, an address as the resolver returns it, is of the public internet, along with every IPv4
+    address embedded in it.
     """
     try:
         address = ipaddress.ip_address(text)  # with a zone ("fe80::1%eth0") it is never global

@@ -1,7 +1,7 @@
 """Loads images by http(s) URL, from allowed hosts and public addresses only.
 
-The guard is in the connection: every one, redirects included, resolves its host once, checks all addresses and connects
-to one that was checked. So neither a name that resolves to a private address nor one that changes its mind passes.
+Every connection, redirects included, resolves its host once, checks all addresses and connects to a checked one. So
+neither a name that resolves to a private address nor DNS rebinding passes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore
 
-from quire.server.media.addresses import is_public
+from quire.server.media.loading.addresses import is_public
+from quire.server.media.loading.sources import IMAGE_FLAG
 
 MAX_REDIRECTS = 3
 MAX_URL = 8192  # characters
 MAX_FETCHES = 16  # at once
 _REDIRECTS = (301, 302, 303, 307, 308)
-_HEADERS = {"User-Agent": "quire", "Accept": "image/*", "Accept-Encoding": "identity"}
+_HEADERS = {"User-Agent": "quire", "Accept": "image/*, video/*", "Accept-Encoding": "identity"}
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
@@ -35,7 +36,8 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 class Fetcher:
-    """Belongs to one event loop. `resolve` and `permits` (of an address) are parameters for tests."""
+    """Loads images on one event loop. `flag` names the limit of `max_bytes`; `resolve` and `permits` (of an
+    address) are parameters for tests."""
 
     def __init__(
         self,
@@ -44,9 +46,10 @@ class Fetcher:
         timeout: float,
         resolve: Resolve = resolve,
         permits: Callable[[str], bool] = is_public,
+        flag: str = IMAGE_FLAG,
     ):
         self._domains = frozenset(domain.lower().rstrip(".") for domain in domains)
-        self._max_bytes, self._timeout = max_bytes, timeout
+        self._max_bytes, self._timeout, self._flag = max_bytes, timeout, flag
         self._backend = _Guard(resolve, permits)
         self._slots = asyncio.Semaphore(MAX_FETCHES)
 
@@ -100,7 +103,7 @@ class Fetcher:
         async for chunk in answer.aiter_stream():
             size += len(chunk)
             if size > self._max_bytes:
-                raise Refused(f"it has more than {self._max_bytes} bytes (--max-image-bytes)")
+                raise Refused(f"it has more than {self._max_bytes} bytes ({self._flag})")
             chunks.append(chunk)
         return b"".join(chunks)
 

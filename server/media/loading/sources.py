@@ -1,4 +1,6 @@
-"""The encoded bytes of an image: from a data URL or base64, from a file of this machine, or loaded by `fetch.py`."""
+"""The encoded bytes of an image or a video: from a data URL or base64, from a file of this machine, or loaded by
+`fetch.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,17 @@ import os
 import stat
 from urllib.parse import unquote, urlsplit
 
-_SLICE = 2**20  # characters that are decoded at once: decoding holds the interpreter
-_EXAMPLES = {"image": "image/png", "audio": "audio/wav"}
+_SLICE = 2**20  # characters that are decoded at once: decoding holds the GIL
+IMAGE_FLAG = "--max-image-bytes"  # names the limit in errors
+_EXAMPLES = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}
 _WITH_ARTICLE = {"image": "an image", "audio": "audio", "video": "a video"}
 _SPACES = str.maketrans("", "", " \t\r\n")
 
 
-def from_base64(text: str, max_bytes: int) -> bytes:
-    """Raises ValueError, for the client."""
+def from_base64(text: str, max_bytes: int, flag: str = IMAGE_FLAG) -> bytes:
+    """Return the decoded bytes. Raises ValueError, for the client."""
     if len(text) * 3 // 4 > max_bytes + 3:
-        raise too_large(max_bytes)
+        raise too_large(max_bytes, flag)
     if any(space in text for space in " \t\r\n"):
         text = text.translate(_SPACES)
     text = text.rstrip("=")
@@ -29,7 +32,7 @@ def from_base64(text: str, max_bytes: int) -> bytes:
         raise ValueError("it is not valid base64") from None
 
 
-def from_data_url(url: str, max_bytes: int, kinds: tuple[str, ...] = ("image",)) -> bytes:
+def from_data_url(url: str, max_bytes: int, kinds: tuple[str, ...] = ("image",), flag: str = IMAGE_FLAG) -> bytes:
     """Return the content of "data:image/png;base64,...", of a media type of one of `kinds`. Raises ValueError, for the
     client.
     """
@@ -40,15 +43,15 @@ def from_data_url(url: str, max_bytes: int, kinds: tuple[str, ...] = ("image",))
     allowed = *(f"{one}/" for one in kinds), "application/octet-stream"
     if kind and not kind.strip().lower().startswith(allowed):
         raise ValueError(f"its data URL holds {kind[:100]}, not {' or '.join(map(_WITH_ARTICLE.get, kinds))}")
-    return from_base64(data, max_bytes)
+    return from_base64(data, max_bytes, flag)
 
 
-def from_file(url: str, root: str | None, max_bytes: int) -> bytes:
+def from_file(url: str, root: str | None, max_bytes: int, flag: str = IMAGE_FLAG) -> bytes:
     """Return the content of the file that a file:// URL names, which must lie below `root`. Raises ValueError, for the
     client; the text does not tell whether other files exist.
     """
     if root is None:
-        raise ValueError("images by file:// URL need a server with --allowed-local-media-path")
+        raise ValueError("media by file:// URL need a server with --allowed-local-media-path")
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise ValueError("its file:// URL names a host")
@@ -69,7 +72,7 @@ def from_file(url: str, root: str | None, max_bytes: int) -> bytes:
     finally:
         os.close(descriptor)
     if len(data) > max_bytes:
-        raise too_large(max_bytes)
+        raise too_large(max_bytes, flag)
     return data
 
 
@@ -78,12 +81,12 @@ def _is_below(path: str, root: str) -> bool:
 
 
 def _opened(descriptor: int, path: str) -> str:
-    """Return where the open file is: a folder on the way may have become a link since the path was resolved."""
+    """Return the real path of the open file: a parent folder may have become a link since resolution."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:  # no /proc
         return os.path.realpath(path)
 
 
-def too_large(max_bytes: int) -> ValueError:
-    return ValueError(f"it has more than {max_bytes} bytes (--max-image-bytes)")
+def too_large(max_bytes: int, flag: str) -> ValueError:
+    return ValueError(f"it has more than {max_bytes} bytes ({flag})")

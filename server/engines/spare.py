@@ -1,8 +1,8 @@
-"""An engine process that waits for the next model, so that its packages need not be imported then."""
+"""An engine process that waits for its model, and imports its packages meanwhile."""
 
 from __future__ import annotations
 
-from quire.configs.config import Config
+from quire.configs.config import Config, ParallelConfig
 from quire.server.engines.process import EngineProcess
 
 
@@ -14,18 +14,18 @@ class SpareEngine:
         self._engine: EngineProcess | None = None
         self._executor = ""
 
-    def prepare(self, config: Config) -> None:
-        """Start a process for a model with settings like these, unless there is one. Call it in the main thread."""
-        if self._engine is not None or config.parallel.data_parallel_size > 1:
+    def prepare(self, parallel: ParallelConfig) -> None:
+        """Start a process for a model with such settings, unless one exists. Call it in the main thread."""
+        if self._engine is not None or parallel.data_parallel_size > 1:
             return
-        self._engine, self._executor = EngineProcess(None), config.parallel.executor
         try:
+            self._engine, self._executor = EngineProcess(None), parallel.executor
             self._engine.preload(self._executor, self._niceness)
-        except OSError:  # the system is full: the model's own engine reports it
+        except OSError:  # out of processes, memory or disk: the model's own engine reports it
             self.close()
 
     def take(self, config: Config) -> EngineProcess | None:
-        """Return the process with its configuration set, or None if there is none for such settings."""
+        """Return the process with its configuration set, or None if no live process has such settings."""
         parallel = config.parallel
         if self._engine is None or parallel.data_parallel_size > 1 or parallel.executor != self._executor:
             return None
