@@ -18,13 +18,12 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
 
-from benchmarks.server import READY_TIMEOUT, Server, until
+from benchmarks.server import READY_TIMEOUT, Server, serving, until
 
 BLOCK = 16
 TAIL = 64  # tokens of the last message, which differs in each turn
@@ -70,16 +69,6 @@ def kill_engine(server: Server) -> None:
     server.wait_ready()
 
 
-@contextmanager
-def serving(model: str, flags: Sequence[str]) -> Iterator[Server]:
-    server = Server([model, *flags])
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
-
-
 def turn(history: list[int], number: int, vocabulary: int) -> list[int]:
     """Return the conversation with another last message for each number."""
     chance = random.Random(number)
@@ -93,13 +82,13 @@ def measure(args: argparse.Namespace, flags: list[str]) -> list[tuple[str, Answe
     turns = [turn(history, number, args.vocabulary) for number in range(2 + len(PAUSES))]
     flags = [*flags, "--max-num-seqs", "2", "--num-gpu-blocks-override", str(3 * args.tokens // 2 // BLOCK + 8)]
     flags += ["--block-size", str(BLOCK), "--max-model-len", str(args.tokens + MAX_TOKENS + BLOCK)]
-    with serving(args.model, [*flags, "--no-enable-prefix-caching"]) as server:
+    with serving([args.model, *flags, "--no-enable-prefix-caching"]) as server:
         ask(server, turns[0])  # warm up
         expected = [ask(server, prompt) for prompt in turns[2:]]
     with tempfile.TemporaryDirectory() as folder:
         flags += ["--kv-offload-gib", str(args.ram_gib), "--kv-disk", folder, "--kv-disk-gib", str(args.disk_gib)]
         found = []
-        with serving(args.model, flags) as server:
+        with serving([args.model, *flags]) as server:
             for prompt in turns[:2]:
                 ask(server, prompt)
             found.append(ask(server, turns[2]))
@@ -109,7 +98,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> list[tuple[str, Answe
             time.sleep(QUIET)
             kill_engine(server)
             found.append(ask(server, turns[4]))
-        with serving(args.model, flags) as server:
+        with serving([args.model, *flags]) as server:
             found.append(ask(server, turns[5]))
     return list(zip(PAUSES, found, expected, strict=True))
 

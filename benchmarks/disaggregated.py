@@ -23,10 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
+from benchmarks.server import cpu_seconds, family
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.cli.bench.report import percentile
 
@@ -107,27 +106,20 @@ async def streams(
     running = [asyncio.create_task(stream(decode, [i + 1] * 64, gaps)) for i in range(arguments.streams)]
     await asyncio.sleep(_SETTLE)
     gaps.clear()
-    before = cpu_time(decode)
+    before = cpu_seconds(family(decode.process.pid))
     cached: list[int] = []
     end = time.perf_counter() + arguments.seconds
     rng = random.Random(f"{number} {arrive}")
     while arrive is not None and time.perf_counter() < end:
         cached.append(await arrive([rng.randrange(1000, 20_000) for _ in range(arguments.prompt_len)]))
     await asyncio.sleep(max(end - time.perf_counter(), 0.0))
-    found, cpu = sorted(gaps), cpu_time(decode) - before
+    found, cpu = sorted(gaps), cpu_seconds(family(decode.process.pid)) - before
     for task in running:
         assert not task.done(), "a stream ended before the measurement"
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
     return found, cached, cpu
-
-
-def cpu_time(running: ServerProcess) -> float:
-    """Return the CPU time of a server and its engine, in seconds."""
-    process = psutil.Process(running.process.pid)
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
 
 
 async def stream(running: ServerProcess, prompt: list[int], gaps: list[float]) -> None:

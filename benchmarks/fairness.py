@@ -16,18 +16,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 
-from benchmarks.server import Server
+from benchmarks.server import serving
 
 if TYPE_CHECKING:
-    from quire.configs.config import Config
     from quire.engine.step import Step
-    from tests.helpers.engine.harness import Engine
 
 BUDGET = 2048  # tokens of a step
 PER_TOKEN, PER_STEP = 1e-3, 5e-3  # seconds: two cores with a model of 135 million parameters
@@ -48,7 +48,8 @@ def until_first_token(long_prompts: int, prompt: int, per_token: float, per_step
     """
     from tests.helpers.engine.harness import CLIENT, Engine, fake_config
 
-    engine, seconds = _engine(Engine, fake_config), 0.0
+    sizes = {"max_model_len": "131072", "max_num_batched_tokens": BUDGET, "num_gpu_blocks_override": 60_000}
+    engine, seconds = Engine(fake_config(max_num_seqs=8, block_size=16, **sizes)), 0.0
 
     def note_time(step: Step) -> None:
         nonlocal seconds
@@ -73,18 +74,6 @@ def until_first_token(long_prompts: int, prompt: int, per_token: float, per_step
     return count, seconds - begun
 
 
-def _engine(engine: type[Engine], fake_config: Callable[..., Config]) -> Engine:
-    return engine(
-        fake_config(
-            max_model_len="131072",
-            max_num_seqs=8,
-            max_num_batched_tokens=BUDGET,
-            num_gpu_blocks_override=60_000,
-            block_size=16,
-        )
-    )
-
-
 def first_token(http: httpx.Client, rng: random.Random, num_words: int, key: str) -> float:
     """Return the seconds until the first token."""
     body = {"prompt": " ".join(rng.choice("abcdefgh") for _ in range(num_words)), "max_tokens": 1, "stream": True}
@@ -96,26 +85,29 @@ def first_token(http: httpx.Client, rng: random.Random, num_words: int, key: str
     raise RuntimeError(f"no token: {answer.status_code}")
 
 
+@contextmanager
+def clients(flags: Sequence[str]) -> Iterator[Callable[[], httpx.Client]]:
+    """Run a server until the block ends; yields what makes a client of it."""
+    with serving(flags) as server:
+        yield lambda: httpx.Client(base_url=server.url, trust_env=False, timeout=120)
+
+
 def in_seconds(num_words: Sequence[int], rounds: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         Path(name, "keys.yaml").write_text(KEYS)
-        server = Server([*FLAGS, "--api-key-file", f"{name}/keys.yaml"])
-        try:
-            server.wait_ready()
-            with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as http:
-                info = http.get("/v1/models", headers={"x-api-key": "other-key"}).json()["data"][0]
-                longest, rng, done = info["max_model_len"] // 2 - 64, random.Random(0), threading.Event()
-                alone = {n: median(http, rng, n, rounds) for n in num_words}
+        with clients([*FLAGS, "--api-key-file", f"{name}/keys.yaml"]) as client, client() as http:
+            info = http.get("/v1/models", headers={"x-api-key": "other-key"}).json()["data"][0]
+            longest, rng, done = info["max_model_len"] // 2 - 64, random.Random(0), threading.Event()
+            alone = {n: median(http, rng, n, rounds) for n in num_words}
 
-                def send(seed: int) -> None:
-                    own = random.Random(seed)
-                    with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as client:
-                        while not done.is_set():
-                            first_token(client, own, longest, "long-key")
+            def send(seed: int) -> None:
+                own = random.Random(seed)
+                with client() as other:
+                    while not done.is_set():
+                        first_token(other, own, longest, "long-key")
 
-                threads = [threading.Thread(target=send, args=(seed,)) for seed in range(6)]
-                for one in threads:
-                    one.start()
+            with ThreadPoolExecutor(6) as threads:
+                sent = [threads.submit(send, seed) for seed in range(6)]
                 time.sleep(2)
                 try:
                     for n in num_words:
@@ -123,10 +115,8 @@ def in_seconds(num_words: Sequence[int], rounds: int) -> None:
                         print(f"| {n} words | {alone[n]:.3f} s | {together:.3f} s | {together / alone[n]:.2f} |")
                 finally:
                     done.set()
-                    for one in threads:
-                        one.join()
-        finally:
-            server.stop()
+            for one in sent:
+                one.result()
 
 
 def median(http: httpx.Client, rng: random.Random, num_words: int, rounds: int) -> float:
@@ -135,23 +125,19 @@ def median(http: httpx.Client, rng: random.Random, num_words: int, rounds: int) 
 
 def next_to_batch(rounds: int) -> None:
     """Print times to first token without and with a running batch."""
-    server = Server(["--served-model-name", "m"])
-    try:
-        server.wait_ready()
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=120) as http:
-            rng, times = random.Random(0), {}
-            first_token(http, rng, 50, "")
-            times["alone"] = sorted(first_token(http, rng, 50, "") for _ in range(rounds))
-            batch = f"/v1/batches/{start_batch(http)}"
-            while not http.get(batch).json()["request_counts"]["completed"]:
-                time.sleep(0.1)
-            times["next to a batch"] = sorted(first_token(http, rng, 50, "") for _ in range(rounds))
-            assert http.get(batch).json()["status"] == "in_progress", "the batch ended before the measurement"
-            for name, one in times.items():
-                median, p90 = 1000 * statistics.median(one), 1000 * one[int(len(one) * 0.9)]
-                print(f"{name}: median {median:.1f} ms, p90 {p90:.1f} ms, worst {1000 * one[-1]:.1f} ms")
-    finally:
-        server.end()
+    with clients(["--served-model-name", "m"]) as client, client() as http:
+        rng, times = random.Random(0), {}
+        first_token(http, rng, 50, "")
+        times["alone"] = sorted(first_token(http, rng, 50, "") for _ in range(rounds))
+        batch = f"/v1/batches/{start_batch(http)}"
+        while not http.get(batch).json()["request_counts"]["completed"]:
+            time.sleep(0.1)
+        times["next to a batch"] = sorted(first_token(http, rng, 50, "") for _ in range(rounds))
+        assert http.get(batch).json()["status"] == "in_progress", "the batch ended before the measurement"
+        http.post(f"{batch}/cancel")
+        for name, one in times.items():
+            median, p90 = 1000 * statistics.median(one), 1000 * one[int(len(one) * 0.9)]
+            print(f"{name}: median {median:.1f} ms, p90 {p90:.1f} ms, worst {1000 * one[-1]:.1f} ms")
 
 
 def start_batch(http: httpx.Client, count: int = 1000) -> str:

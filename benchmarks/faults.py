@@ -8,7 +8,6 @@ httpx, psutil and Pillow.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import socket
@@ -23,7 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.kill_rounds import CHAT, completed, describe, seconds, serving, start, streams
+from benchmarks.kill_rounds import CHAT, completed, describe, print_rounds, request_of, seconds, serving, start, streams
 from benchmarks.kill_rounds import connect as connection_to
 from benchmarks.server import ROOT, Server, until
 
@@ -114,6 +113,13 @@ def stopped(find: Callable[[Server], psutil.Process], **settings: str | None) ->
 # ---- no room
 
 
+def fill(file: Path) -> None:
+    """Write until the file system is full."""
+    with suppress(OSError), open(file, "wb", buffering=0) as out:
+        while out.write(b"x" * 4096):
+            pass
+
+
 def full_disk() -> str:
     """Everything that the server writes is on a full file system."""
     if not may_mount():
@@ -129,38 +135,28 @@ def full_disk() -> str:
         options += ["--kv-disk", f"{disk}/kv"]
         with serving(ROOT, *options, prefix=namespace({str(disk): "1m"})) as server:
             inside = Path(f"/proc/{server.process.pid}/root{disk}")
-            with suppress(OSError), open(inside / "filler", "wb", buffering=0) as file:
-                while file.write(b"x" * 4096):
-                    pass
+            fill(inside / "filler")
             free, counted = {"headers": {"x-api-key": "a"}}, {"headers": {"x-api-key": "b"}}
             codes = [post(server, **free) for _ in range(5)]
             limited = [post(server, **counted) for _ in range(5)]
-            upload = httpx.post(
-                f"{server.url}/v1/files",
-                files={"file": ("x.jsonl", b"{}\n" * 10_000)},
-                data={"purpose": "batch"},
-                headers={"x-api-key": "a"},
-                trust_env=False,
-                timeout=30,
-            ).status_code
-            return (
-                f"chats: {describe(codes)}; of a key with limits: {describe(limited)}; uploads: {upload}; "
-                f"{stored_responses(server)}; /health: {server.status()}"
-            )
+            chats = f"chats: {describe(codes)}; of a key with limits: {describe(limited)}"
+            return f"{chats}; {uploads_and_responses(server)}; /health: {server.status()}"
 
 
-def stored_responses(server: Server) -> str:
-    """Store three responses, read each back, and continue the first."""
+def uploads_and_responses(server: Server) -> str:
+    """Upload a file, store three responses, read each back, and continue the first."""
     with httpx.Client(base_url=server.url, headers={"x-api-key": "a"}, trust_env=False, timeout=30) as http:
+        files = {"file": ("x.jsonl", b"{}\n" * 10_000)}
+        upload = http.post("/v1/files", files=files, data={"purpose": "batch"}).status_code
         body = {"input": "x", "store": True, "max_output_tokens": 4}
         made = [http.post("/v1/responses", json=body) for _ in range(3)]
         ids = [one.json()["id"] for one in made if one.status_code == 200]
         read = [http.get(f"/v1/responses/{one}").status_code for one in ids]
         later = [http.post("/v1/responses", json=body | {"previous_response_id": one}).status_code for one in ids[:1]]
         codes = describe([one.status_code for one in made])
-        said = sum(not one.json()["store"] for one in made if one.status_code == 200)
-        told = f"{codes}, {said} of which say `store: false`"
-        return f"responses to store: {told}; read back: {describe(read)}; continued: {describe(later)}"
+        unstored = sum(not one.json()["store"] for one in made if one.status_code == 200)
+        stored = f"responses to store: {codes}, {unstored} of which say `store: false`"
+        return f"uploads: {upload}; {stored}; read back: {describe(read)}; continued: {describe(later)}"
 
 
 def full_log() -> str:
@@ -187,9 +183,7 @@ def full_shm() -> str:
         rng = random.Random(0)
         with serving(ROOT, fake=FAKE, model=model, prefix=namespace({"/dev/shm": "64k"})) as server:
             inside = Path(f"/proc/{server.process.pid}/root/dev/shm/filler")
-            with suppress(OSError), open(inside, "wb", buffering=0) as file:
-                while file.write(b"x" * 4096):
-                    pass
+            fill(inside)
             images = [post(server, messages=seen(rng)) for _ in range(5)]
             inside.unlink()
             after = [post(server, messages=seen(rng)) for _ in range(5)]
@@ -255,9 +249,7 @@ def clock_jump(jump: float) -> Callable[[], str]:
 def vanished_clients() -> str:
     """Clients whose machine is gone: no FIN, no RST."""
     with serving(ROOT, fake="step_delay=0.05") as server:
-        body = json.dumps({"messages": HELLO, "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
-        clients = [connection_to(server, request_of(body)) for _ in range(20)]
-        until(lambda: in_engine(server) == 20, 20)
+        clients = twenty_requests(server, stream=True)
         try:
             for client in clients:
                 client.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
@@ -279,18 +271,19 @@ def half_open() -> str:
 
 def dropped() -> str:
     with serving(ROOT, "--max-num-seqs", "1", fake="step_delay=0.2") as server:
-        body = json.dumps({"messages": HELLO, "max_tokens": 1500, "ignore_eos": True}).encode()
-        clients = [connection_to(server, request_of(body)) for _ in range(20)]
-        until(lambda: in_engine(server) == 20, 20)
+        clients = twenty_requests(server)
         for client in clients:
             port = str(client.getsockname()[1])
             subprocess.run(["iptables", "-A", "INPUT", "-p", "tcp", "--dport", port, "-j", "DROP"], check=True)
         return f"20 waiting requests are ended {seconds(until(lambda: not in_engine(server), 120))}"
 
 
-def request_of(body: bytes) -> bytes:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+def twenty_requests(server: Server, **fields: object) -> list[socket.socket]:
+    """Return the connections of 20 requests that the engine has."""
+    request = request_of({"messages": HELLO, "max_tokens": 1500, "ignore_eos": True} | fields)
+    clients = [connection_to(server, request) for _ in range(20)]
+    until(lambda: in_engine(server) == 20, 20)
+    return clients
 
 
 def in_engine(server: Server) -> int:
@@ -325,17 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.dropped:
         print(dropped())
         return 0
-    wanted = arguments.rounds.split(",")
-    print("| fault | what clients saw |\n|---|---|")
-    failed = False
-    for name in wanted:
-        text, run = ROUNDS[name]
-        try:
-            print(f"| {text} | {run()} |", flush=True)
-        except Exception as error:
-            failed = True
-            print(f"| {text} | the round failed: {type(error).__name__}: {error} |", flush=True)
-    return int(failed)
+    return int(print_rounds(dict(ROUNDS[name] for name in arguments.rounds.split(","))))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Measurements on a GPU, in parts that benchmarks/gpu.sh calls one after another; each adds its results to one JSON
 file.
 
-python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      parts: ceilings, steps, mixed, offline,
-http, files, products, attention, note, table
+python benchmarks/gpu.py [--device cuda] [--results FILE] PART [MODEL]      see PARTS
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gzip
+import importlib.metadata
 import json
 import math
 import os
@@ -54,12 +55,15 @@ SAMPLED = {  # sampling parameters for the largest batch; the other measurements
 RAMP = 64  # requests that arrive one after another at an engine that has just started
 
 
+PARTS = (
+    "ceilings", "steps", "mixed", "offline", "http", "files", "products", "attention", "drafts", "note", "table",
+)  # fmt: skip
 PART = "GPU_BENCHMARK_PART"  # a variable that all processes of a part inherit
 
 
 def end_leftovers(part: str) -> int:
-    """Kill the processes that `part` left behind, by the variable they inherited: what a server still holds of the card
-    would be missing in the next part. Returns their number.
+    """Kill the processes that `part` left behind, by their inherited variable: the next part needs the memory of the
+    card that they hold. Returns their number.
     """
     marker, ended = f"{PART}={part}".encode(), 0
     for folder in Path("/proc").glob("[0-9]*") if part else ():
@@ -75,30 +79,16 @@ def end_leftovers(part: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: everything in small sizes")
+    results, folder = Path(__file__).with_name("gpu.json"), Path(tempfile.gettempdir(), "quire-gpu-models")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs everything with small sizes"
+        "--results", type=Path, default=results, metavar="FILE", help="JSON file (default: %(default)s)"
     )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=Path(__file__).parent / "gpu.json",
-        metavar="FILE",
-        help="JSON file of results (default: gpu.json in the folder of this file)",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "quire-gpu-models",
-        metavar="DIR",
-        help="parent folder of the model folders",
-    )
-    parts = ("ceilings", "steps", "mixed", "offline", "http", "files", "products", "attention", "note", "table")
-    parser.add_argument("part", choices=parts)
+    parser.add_argument("--folder", type=Path, default=folder, metavar="DIR", help="parent of the models' folders")
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("rest", nargs="*", help="a model's name; for note: name, exit status and seconds of a part")
     arguments = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(124)
-    )  # out of time: exit normally, which also ends child processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # out of time: a normal exit also ends child processes
     if arguments.part == "note":
         name, status, seconds = arguments.rest
         ended = end_leftovers(os.environ.get(PART, ""))
@@ -141,43 +131,43 @@ def ceilings(device: str) -> dict[str, Any]:
         "matmul_rate": 2 * n**3 / matmul,
         "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
     }
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError as error:
-        found["triton"] = str(error)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["triton"] = importlib.metadata.version("triton")
     if device == "cuda":
         found["memory"] = torch.cuda.get_device_properties(0).total_memory
     return found
 
 
 def _seconds(function, device: str) -> float:
-    """Median of 20 runs after 5."""
+    """Return median of 20 runs after 5."""
     import torch
 
     times = []
-    for i in range(25):
+    for _ in range(25):
         if device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             function()
             end.record()
             end.synchronize()
-            seconds = start.elapsed_time(end) / 1e3
+            times.append(start.elapsed_time(end) / 1e3)
         else:
             begin = time.perf_counter()
             function()
-            seconds = time.perf_counter() - begin
-        times += [seconds] if i >= 5 else []
-    return statistics.median(times)
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times[5:])
+
+
+def check_number(num_tokens: int, expected: int) -> None:
+    if num_tokens != expected:
+        raise RuntimeError(f"{num_tokens} tokens came instead of {expected}")
 
 
 # ---- an engine without its process
 
 
 class Engine:
-    """Scheduler and worker in this process, stepped as `EngineCore.step` does."""
+    """Runs scheduler and worker in this process as `EngineCore.step` does."""
 
     def __init__(self, config: Config):
         from quire.engine.executor.base import get_executor, steps_in_flight
@@ -219,6 +209,12 @@ class Engine:
                 if output.error:
                     raise RuntimeError(output.error)
 
+    def prefill(self) -> None:
+        """Run steps until each request has its first token."""
+        requests = self.scheduler.requests
+        while any(len(request.token_ids) <= request.num_prompt_tokens for request in requests.values()):
+            self.step()
+
     def finish(self) -> None:
         """Abort all requests and finish the steps in flight."""
         self.scheduler.abort([request_id for _, request_id in self.scheduler.requests])
@@ -229,8 +225,16 @@ class Engine:
 # ---- a model
 
 
+def _row(sizes: dict[str, Any], num_tokens: int, seconds: float, limit: float) -> dict[str, Any]:
+    """Return figures of a step of `num_tokens`, which takes at least `limit` seconds, and print them."""
+    times = {"ms": 1e3 * seconds, "limit_ms": 1e3 * limit, "fraction": limit / seconds}
+    row = sizes | times | {"tokens_per_s": num_tokens / seconds}
+    print(row, flush=True)
+    return row
+
+
 class Measurement:
-    """The parts that measure one model."""
+    """Measures the parts of one model."""
 
     def __init__(self, name: str, arguments: argparse.Namespace):
         if name not in MODELS:
@@ -253,7 +257,7 @@ class Measurement:
             self.note(skipped=str(error))
             return
         parts = {"steps": self.steps, "mixed": self.mixed, "offline": self.offline, "http": self.http}
-        (parts | {"files": self.files})[part]()
+        (parts | {"files": self.files, "drafts": self.drafts})[part]()
 
     def note(self, **found: Any) -> None:
         gpu_report.update(self.results, models={self.name: found})
@@ -267,13 +271,12 @@ class Measurement:
         return report["device"]["copy_rate"], report["device"]["matmul_rate"]
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "record_graphs": "start",
-            "load_format": "dummy",
-            "device": self.device,
-            "max_model_len": str(self.max_model_len),
-            "dtype": "bfloat16",
-        }
+        settings = {"record_graphs": "start", "load_format": "dummy", "device": self.device, "dtype": "bfloat16"}
+        return settings | {"max_model_len": str(self.max_model_len)}
+
+    def engine(self, **more: Any) -> Engine:
+        settings = self.settings() | {"enable_prefix_caching": False} | more
+        return Engine(Config.from_flat(model=str(self.folder), **settings))
 
     def prompt(self, rng: random.Random, length: int) -> list[int]:
         return [rng.randrange(300, self.vocab_size) for _ in range(length)]
@@ -285,7 +288,7 @@ class Measurement:
         import torch
 
         start = time.perf_counter()
-        engine = Engine(Config.from_flat(model=str(self.folder), enable_prefix_caching=False, **self.settings()))
+        engine = self.engine()
         print(f"{self.name}: loaded after {time.perf_counter() - start:.1f} s")
         self.note(plan=msgspec.to_builtins(engine.ready.plan), choices=engine.ready.choices)
         self.copy_rate, self.matmul_rate = self.rates()
@@ -293,18 +296,11 @@ class Measurement:
         with torch.inference_mode():
             self.note(ramp=self.ramp(engine))
             recordings = engine.work_idle()
-            self.note(
-                recordings={
-                    "number": len(recordings),
-                    "seconds": sum(recordings),
-                    "longest": max(recordings, default=0.0),
-                }
-            )
+            longest = max(recordings, default=0.0)
+            self.note(recordings={"number": len(recordings), "seconds": sum(recordings), "longest": longest})
+            num_slots = engine.ready.num_blocks * engine.ready.block_size
             for batch in self.batches:
-                if (
-                    batch > engine.ready.max_num_seqs
-                    or batch * (self.context + 512) > engine.ready.num_blocks * engine.ready.block_size
-                ):
+                if batch > engine.ready.max_num_seqs or batch * (self.context + 512) > num_slots:
                     print(f"batch {batch} does not fit")
                     continue
                 found["decode"].append(self.decode(engine, batch, self.context, found["profile"]))
@@ -329,7 +325,7 @@ class Measurement:
         """
         import torch
 
-        engine = Engine(Config.from_flat(model=str(self.folder), enable_prefix_caching=False, **self.settings()))
+        engine = self.engine()
         forward, found = engine.executor._worker.runner.forward, []
         self.note(mixed=found)
         recorded = getattr(forward, "mixed", None)
@@ -345,9 +341,25 @@ class Measurement:
         self.note(mixed=found)
         engine.executor.shutdown()
 
+    def drafts(self) -> None:
+        """Measure, for m tokens, a step of one token each of m requests, which replays one graph, and one of a request
+        that verifies m - 1 drafts, which runs in pieces. Drafts of which a share p is right give (1 + m p) tokens in
+        the second time instead of one token in the first.
+        """
+        engine = self.engine(max_model_len="1024", max_num_seqs=64, speculative_config='{"method": "auto"}')
+        engine.work_idle()
+        measured = engine.executor._worker.runner.measurement
+        found = [
+            {"tokens": size, "decode_ms": 1e3 * seconds, "verify_ms": 1e3 * measured.of_one[size]}
+            for size, seconds in measured.seconds.items()
+        ]
+        print(*found, sep="\n", flush=True)
+        self.note(drafts=found)
+        engine.executor.shutdown()
+
     def ramp(self, engine: Engine) -> dict[str, Any]:
-        """Requests arrive every other step at an engine without graphs: milliseconds per token of the running ones,
-        including prompts and recordings.
+        """Let requests arrive every other step at an engine without graphs. Returns milliseconds per token of the
+        running ones, including prompts and recordings.
         """
         rng, times = random.Random(0), []
         for i in range(2 * (RAMP if self.gpu else 4)):
@@ -363,14 +375,11 @@ class Measurement:
     def decode(
         self, engine: Engine, batch: int, context: int, profiles: dict[str, Any] | None = None, **sampling: Any
     ) -> dict[str, Any]:
-        """Return seconds of a step in which all of `batch` requests get a token, the median of three runs of steps."""
+        """Measure a step in which all of `batch` requests get a token: the median of three runs of steps."""
         rng = random.Random(batch)
         for _ in range(batch):
             engine.add(self.prompt(rng, context), 500, **sampling)
-        while any(
-            len(request.token_ids) <= request.num_prompt_tokens for request in engine.scheduler.requests.values()
-        ):
-            engine.step()
+        engine.prefill()
         for _ in range(6):  # compile
             engine.step()
         begin = time.perf_counter()
@@ -389,20 +398,11 @@ class Measurement:
         context += 10 + 2 * count  # on average
         limit = gpu_report.decode_limit(self.spec, batch, context, 2, self.copy_rate, self.matmul_rate)
         seconds = statistics.median(windows)
-        row = {
-            "batch": batch,
-            "context": context,
-            "ms": 1e3 * seconds,
-            "ms_of_runs": [1e3 * window for window in windows],
-            "tokens_per_s": batch / seconds,
-            "limit_ms": 1e3 * limit,
-            "fraction": limit / seconds,
-        }
-        print(row, flush=True)
-        return row
+        runs = {"ms_of_runs": [1e3 * window for window in windows]}
+        return _row({"batch": batch, "context": context} | runs, batch, seconds, limit)
 
     def profile(self, engine: Engine, batch: int) -> dict[str, Any]:
-        """Ten steps under torch.profiler: the time of each kernel per step, and the share of time in which none runs.
+        """Run ten steps under torch.profiler. Returns the time of each kernel per step, and the idle share.
 
         The trace is kept next to the results.
         """
@@ -431,7 +431,7 @@ class Measurement:
         }
 
     def prefill(self, engine: Engine, length: int) -> dict[str, Any]:
-        """Return seconds from a prompt to its first token, alone; the median of three after one."""
+        """Measure the time from a prompt to its first token, alone: the median of three after one."""
         rng, times = random.Random(length), []
         for _ in range(4):
             engine.add(self.prompt(rng, length), max_tokens=1)
@@ -440,20 +440,12 @@ class Measurement:
                 engine.step()
             times.append(time.perf_counter() - begin)
         seconds, limit = statistics.median(times[1:]), gpu_report.prefill_limit(self.spec, length, self.matmul_rate)
-        row = {
-            "length": length,
-            "ms": 1e3 * seconds,
-            "tokens_per_s": length / seconds,
-            "limit_ms": 1e3 * limit,
-            "fraction": limit / seconds,
-        }
-        print(row, flush=True)
-        return row
+        return _row({"length": length}, length, seconds, limit)
 
     # ---- the workload
 
     def workload(self, seed: int) -> list[tuple[list[int], int]]:
-        """(prompt, number of tokens to generate) of every request."""
+        """Return (prompt, number of tokens to generate) of every request."""
         rng = random.Random(seed)
         prompts = [self.prompt(rng, rng.randint(*self.lengths)) for _ in range(self.num_requests)]
         return [(prompt, rng.randint(*self.lengths)) for prompt in prompts]
@@ -471,15 +463,8 @@ class Measurement:
                 outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
                 seconds = time.perf_counter() - begin
                 num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-                if num_tokens != sum(count for _, count in requests):
-                    raise RuntimeError(f"{num_tokens} tokens came instead of {sum(count for _, count in requests)}")
-                print(
-                    (
-                        f"{self.name} offline, seed {seed}: {num_tokens} tokens in {seconds:.2f} s, "
-                        f"{num_tokens / seconds:.0f} tokens/s"
-                    ),
-                    flush=True,
-                )
+                check_number(num_tokens, sum(count for _, count in requests))
+                print(f"{self.name} offline, seed {seed}: {num_tokens / seconds:.0f} tokens/s", flush=True)
         self.note(offline={"requests": len(requests), "output_tokens": num_tokens, "seconds": seconds})
 
     def http(self) -> None:
@@ -494,28 +479,10 @@ class Measurement:
         from quire.cli.bench.process import ServerProcess, free_port
         from quire.cli.bench.report import summarize
 
-        port = free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "quire",
-            "serve",
-            str(folder),
-            "--port",
-            "{port}",
-            "--device",
-            self.device,
-            "--dtype",
-            "bfloat16",
-            "--max-model-len",
-            str(self.max_model_len),
-            "--served-model-name",
-            "measured",
-            "--record-graphs",
-            "start",
-            *flags,
-        ]
-        with ServerProcess(command, port, grace=8) as server:
+        command = [sys.executable, "-m", "quire", "serve", str(folder), "--port", "{port}", "--device", self.device]
+        command += ["--dtype", "bfloat16", "--max-model-len", str(self.max_model_len), "--record-graphs", "start"]
+        command += ["--served-model-name", "measured", *flags]
+        with ServerProcess(command, free_port(), grace=8) as server:
             ready = await server.wait_for("/health", timeout=280)
             target = Target(server.client, "/v1/completions", "measured", ignore_eos=True, temperature=0.6)
             asked = time.perf_counter() - server.started
@@ -529,32 +496,20 @@ class Measurement:
                 samples = [Sample(prompt, len(prompt), count) for prompt, count in self.workload(seed)]
                 results, seconds = await run_load(target, samples, [0.0] * len(samples), None, lambda result: None)
                 figures = summarize(results, seconds, [99.0], {})
-                if figures["failed"]:
-                    raise RuntimeError(
-                        f"{next(result.error for result in results if result.error)}\n{server.log_tail()}"
-                    )
-                if figures["total_output_tokens"] != sum(sample.output_len for sample in samples):
-                    raise RuntimeError(
-                        f"{figures['total_output_tokens']} tokens came instead of "
-                        f"{sum(sample.output_len for sample in samples)}"
-                    )
+                if errors := [result.error for result in results if result.error]:
+                    raise RuntimeError(f"{errors[0]}\n{server.log_tail()}")
+                check_number(figures["total_output_tokens"], sum(sample.output_len for sample in samples))
                 print(f"{self.name} http, seed {seed}: {figures['output_throughput']:.0f} tokens/s", flush=True)
             if with_load:
                 kept = {name: value for name, value in figures.items() if name.endswith("_ms") and math.isfinite(value)}
-                self.note(
-                    http={
-                        "requests": len(samples),
-                        "output_tokens": figures["total_output_tokens"],
-                        "seconds": seconds,
-                        **kept,
-                    }
-                )
+                kept |= {"output_tokens": figures["total_output_tokens"], "seconds": seconds}
+                self.note(http={"requests": len(samples)} | kept)
             return stages
 
     # ---- from files
 
     def files(self) -> None:
-        """Start-up from safetensors files that were just written, so they are in the page cache."""
+        """Measure a start from safetensors files that were just written, so they are in the page cache."""
         folder = self.folder.with_name(self.name + "-weights")
         folder.mkdir(exist_ok=True)
         for file in ("config.json", "tokenizer.json"):
@@ -566,7 +521,7 @@ class Measurement:
             shutil.rmtree(folder)
 
     def write_weights(self, folder: Path) -> None:
-        """Random weights in files of about 4 GB, with the index of a real checkpoint."""
+        """Write random weights in files of about 4 GB, with the index of a real checkpoint."""
         import torch
         from safetensors.torch import save_file
 
@@ -574,17 +529,13 @@ class Measurement:
 
         shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in build_model(self.spec, torch.bfloat16, torch.device("meta")).named_parameters():
-            for part in getattr(parameter, "parts", None) or []:
-                shapes[part.name] = tuple(part.shape)
-            if not getattr(parameter, "parts", None):
-                shapes[name] = tuple(parameter.shape)
+            parts = getattr(parameter, "parts", None) or []
+            shapes |= {part.name: tuple(part.shape) for part in parts} or {name: tuple(parameter.shape)}
+        options = {"device": self.device, "dtype": torch.bfloat16}
         index, tensors, size, number = {}, {}, 0, 0
         for i, (name, shape) in enumerate(shapes.items()):
-            tensors[name] = (
-                torch.randn(shape, device=self.device, dtype=torch.bfloat16) * 0.02
-                if len(shape) > 1
-                else torch.ones(shape, dtype=torch.bfloat16)
-            ).cpu()
+            make = torch.ones if len(shape) == 1 else torch.randn
+            tensors[name] = (make(shape, **options) * (1 if len(shape) == 1 else 0.02)).cpu()
             size += tensors[name].nbytes
             if size > 4e9 or i == len(shapes) - 1:
                 file = f"model-{number:05}.safetensors"

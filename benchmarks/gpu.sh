@@ -41,7 +41,7 @@ else
   measure files "$largest" 90
   part attention 45 "$python" benchmarks/gpu.py --device "$device" --results "$results" attention
   for model in $models; do measure mixed "$model" 30; done
-  part "drafts $largest" 45 "$python" benchmarks/gpu_drafts.py --device "$device" --results "$results" "$largest"
+  measure drafts "$largest" 45
   for model in $others; do measure offline "$model" 60; measure http "$model" 80; done
 fi
 

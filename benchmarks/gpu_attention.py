@@ -18,7 +18,7 @@ CALLS = 10  # per recording
 
 
 def decoding(seconds: Callable[[Callable[[], Any], str], float]) -> list[dict[str, Any]]:
-    """Microseconds and TB/s of both kernels; [] if FlashAttention 3 cannot be used."""
+    """Return microseconds and TB/s of both kernels; [] if FlashAttention 3 cannot be used."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     spec = AttentionSpec(32, 8, 128, torch.bfloat16, device, PAGE)
     if reason := FlashAttention3.supports(spec):

@@ -23,6 +23,20 @@ QWEN3_30B_A3B = QWEN3_0_6B | {
     "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "tie_word_embeddings": False,
 }  # fmt: skip
+LLAMA_3_1_8B_FP8 = LLAMA_3_1_8B | {
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
+}  # fmt: skip
+LLAMA_3_1_8B_AWQ = LLAMA_3_1_8B | {
+    "torch_dtype": "float16",
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}
+# the shapes of Qwen3-Next-80B-A3B, a quarter of its layers
+QWEN3_NEXT = QWEN3_30B_A3B | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+    "partial_rotary_factor": 0.25, "rope_theta": 1e7, "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
+    "num_experts_per_tok": 10, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "full_attention_interval": 4,
+}  # fmt: skip
 TINY = QWEN3_0_6B | {
     "vocab_size": 600,
     "hidden_size": 64,
@@ -37,13 +51,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": LLAMA_3_1_8B,
     "Qwen3-0.6B": QWEN3_0_6B,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Llama-3.1-8B-FP8": LLAMA_3_1_8B_FP8,
+    "Llama-3.1-8B-AWQ": LLAMA_3_1_8B_AWQ,
+    "Qwen3-Next-12-layers": QWEN3_NEXT,
     "tiny": TINY,
 }
 
 
 def write_model(name: str, folder: Path) -> Path:
     """Write the folder of model `name` below `folder`, unless it is there, and return it."""
-    config = MODELS[name] | {"torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1}
+    config = {"torch_dtype": "bfloat16", "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1} | MODELS[name]
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -52,7 +52,7 @@ def _measure(run, inputs, num_bytes: int, device: str, seconds) -> dict[str, Any
 
 
 def _measure_experts(name: str, sizes: tuple, numbers: tuple[int, ...], device: str, seconds) -> dict[str, Any]:
-    """Every token's experts are chosen at random. The bytes are those of all experts."""
+    """Return every token's experts are chosen at random. The bytes are those of all experts."""
     num, top_k, hidden, size, activation, biased = sizes if device == "cuda" else (4, 2, 256, 256, *sizes[4:])
     moe = MoESpec(RoutingSpec(num, top_k), size, activation=activation, bias=biased)
     with torch.device("meta"):

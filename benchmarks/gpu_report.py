@@ -41,8 +41,8 @@ def _merge(into: dict[str, Any], changes: dict[str, Any]) -> None:
 def decode_limit(
     spec: ModelSpec, batch: int, context: int, dtype_bytes: int, copy_rate: float, matmul_rate: float
 ) -> float:
-    """Return seconds that one token for each of `batch` requests takes at best: weights and keys and values read once,
-    or multiplied, whichever is slower.
+    """Return the least seconds of a token for each of `batch` requests: the time to read weights, keys and values once,
+    or to multiply, whichever is longer.
 
     The embedding table is not read (a few rows are) unless it is the output head, too. Only experts that some token
     chose are read, and each token passes its own.
@@ -76,13 +76,12 @@ def experts_hit(num_experts: int, top_k: int, num_tokens: int) -> float:
 def _idle_experts(spec: ModelSpec, num_tokens: int) -> float:
     """Return weights of the experts that none of `num_tokens` tokens passes."""
     layers = [layer.moe for layer in spec.layers if layer.moe]
-    return sum(
-        3
-        * spec.hidden_size
-        * moe.intermediate_size
+    idle = (
+        moe.intermediate_size
         * (moe.routing.num_experts - experts_hit(moe.routing.num_experts, moe.routing.top_k, num_tokens))
         for moe in layers
     )
+    return 3 * spec.hidden_size * sum(idle)
 
 
 def _matrix_parameters(spec: ModelSpec) -> int:
@@ -92,7 +91,7 @@ def _matrix_parameters(spec: ModelSpec) -> int:
 
 
 def busy_and_gaps(events: list[tuple[float, float]]) -> tuple[float, float]:
-    """(time in which some event runs, time between the first and the last in which none does), of events (start,
+    """Return (time in which some event runs, time between the first and the last in which none does), of events (start,
     duration).
     """
     busy, end, first = 0.0, None, None
@@ -146,33 +145,19 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
         )
     if model.get("decode") or model.get("prefill"):
         lines += ["", "| step | ms | tokens/s | limit ms | fraction of the limit |", "|---|---|---|---|---|"]
-        lines += [
-            (
-                f"| decode, batch {row['batch']}, context {row['context']} | {row['ms']:.3f} | "
-                f"{row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} | {row['fraction']:.2f} |"
-            )
-            for row in model.get("decode", [])
-        ]
-        lines += [
-            (
-                f"| prefill of {row['length']} | {row['ms']:.2f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.2f} "
-                f"| {row['fraction']:.2f} |"
-            )
-            for row in model.get("prefill", [])
-        ]
-        lines += [
-            f"| decode, batch {row['batch']}, context {row['context']}, {row['sampling']} | {row['ms']:.3f} | "
-            f"{row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} "
-            f"| {row['fraction']:.2f} |"
-            for row in model.get("sampled", [])
-        ]
+        for row in [*model.get("decode", []), *model.get("prefill", []), *model.get("sampled", [])]:
+            decode = f"decode, batch {row.get('batch')}, context {row.get('context')}"
+            step = f"prefill of {row['length']}" if "length" in row else decode
+            step += f", {row['sampling']}" if "sampling" in row else ""
+            figures = f"{row['ms']:.3f} | {row['tokens_per_s']:.0f} | {row['limit_ms']:.3f} | {row['fraction']:.2f}"
+            lines.append(f"| {step} | {figures} |")
         lines.append("")
     if model.get("mixed"):
         runs = (f"{row['way']} {row['length']}: {row['ms']:.1f} ms" for row in model["mixed"])
         lines.append(f"a prompt alone by its tokens: {', '.join(runs)}")
     if model.get("drafts"):
         runs = (f"{row['tokens']}: {row['decode_ms']:.2f} and {row['verify_ms']:.2f}" for row in model["drafts"])
-        lines.append(f"ms of so many tokens, of one request each and of one that verifies drafts: {', '.join(runs)}")
+        lines.append(f"ms by tokens, of one request each and of one that verifies drafts: {', '.join(runs)}")
     if "ramp" in model:
         lines.append(
             f"requests arriving before anything is recorded: a step takes {model['ramp']['median_ms']:.1f} ms, "
@@ -181,8 +166,8 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
     if "recordings" in model:
         recordings = model["recordings"]
         lines.append(
-            f"{recordings['number']} graphs recorded while idle in {recordings['seconds']:.1f} s, the slowest in "
-            f"{1e3 * recordings['longest']:.0f} ms"
+            f"{recordings['number']} graphs or times of steps recorded while idle in {recordings['seconds']:.1f} s, "
+            f"the slowest in {1e3 * recordings['longest']:.0f} ms"
         )
     for batch, profile in model.get("profile", {}).items():
         gap = "no device events" if profile["gap"] is None else f"gaps {100 * profile['gap']:.1f} % of the time"
@@ -191,19 +176,13 @@ def _model_lines(model: dict[str, Any]) -> list[str]:
     for where in ("offline", "http"):
         if where in model:
             run = model[where]
-            latency = (
-                f", TTFT median {run['median_ttft_ms']:.0f} ms, TPOT median {run['median_tpot_ms']:.2f} ms"
-                if "median_ttft_ms" in run
-                else ""
-            )
-            lines.append(
-                f"{where}: {run['requests']} requests, {run['output_tokens']} tokens in {run['seconds']:.2f} s: "
-                f"{run['output_tokens'] / run['seconds']:.0f} tokens/s{latency}"
-            )
+            line = f"{where}: {run['requests']} requests, {run['output_tokens']} tokens in {run['seconds']:.2f} s: "
+            line += f"{run['output_tokens'] / run['seconds']:.0f} tokens/s"
+            if "median_ttft_ms" in run:
+                line += f", TTFT median {run['median_ttft_ms']:.0f} ms, TPOT median {run['median_tpot_ms']:.2f} ms"
+            lines.append(line)
     for kind in ("startup", "startup_from_files"):
         if kind in model:
-            lines.append(
-                f"{kind.replace('_', ' ')}: "
-                + ", ".join(f"{stage} after {seconds:.2f} s" for stage, seconds in model[kind].items())
-            )
+            stages = (f"{stage} after {seconds:.2f} s" for stage, seconds in model[kind].items())
+            lines.append(f"{kind.replace('_', ' ')}: {', '.join(stages)}")
     return lines

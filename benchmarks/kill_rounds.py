@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -72,13 +73,8 @@ def streams(
     """
 
     async def one(http: httpx.AsyncClient, number: int) -> str:
-        body = {
-            "messages": [{"role": "user", "content": f"number {number}"}],
-            "max_tokens": num_tokens,
-            "ignore_eos": True,
-            "seed": number,
-            "stream": True,
-        }
+        body = {"messages": [{"role": "user", "content": f"number {number}"}], "max_tokens": num_tokens}
+        body |= {"ignore_eos": True, "seed": number, "stream": True}
         text, done = "", False
         with suppress(httpx.HTTPError):
             async with http.stream("POST", CHAT, json=body) as answer:
@@ -126,6 +122,12 @@ def connect(server: Server, data: bytes = b"", receive_buffer: int | None = None
     return connection
 
 
+def request_of(body: dict[str, Any]) -> bytes:
+    """Return a chat request as it goes over a connection."""
+    content = json.dumps(body).encode()
+    return f"{HEAD}{len(content)}\r\n\r\n".encode() + content
+
+
 def is_open(connection: socket.socket) -> bool:
     """Return whether the server keeps the connection open. Discards received data."""
     connection.setblocking(False)
@@ -145,6 +147,19 @@ def describe(codes: list[int | None]) -> str:
 
 def seconds(value: float | None) -> str:
     return "never" if value is None else f"after {value:.1f} s"
+
+
+def print_rounds(rounds: Mapping[str, Callable[[], str]]) -> bool:
+    """Print a table of rounds as they end; returns whether one failed."""
+    print("| round | what clients saw |\n|---|---|")
+    failed = False
+    for text, run in rounds.items():
+        try:
+            result = run()
+        except Exception as error:
+            failed, result = True, f"the round failed: {type(error).__name__}: {error}"
+        print(f"| {text} | {result} |", flush=True)
+    return failed
 
 
 # ---- kill rounds
@@ -221,18 +236,8 @@ def engine_stopped(tree: Path) -> str:
 
 def stalled_readers(tree: Path) -> str:
     with serving(tree, "--shutdown-timeout", "5", fake="") as server:
-        body = json.dumps(
-            {
-                "messages": [{"role": "user", "content": "a"}],
-                "n": 16,
-                "max_tokens": 1500,
-                "stream": True,
-                "ignore_eos": True,
-                "logprobs": True,
-                "top_logprobs": 20,
-            }
-        ).encode()
-        request = f"{HEAD}{len(body)}\r\n\r\n".encode() + body
+        body = {"messages": [{"role": "user", "content": "a"}], "n": 16, "max_tokens": 1500, "stream": True}
+        request = request_of(body | {"ignore_eos": True, "logprobs": True, "top_logprobs": 20})
         readers = [connect(server, request, receive_buffer=4096) for _ in range(3)]
         time.sleep(2)
         start = time.monotonic()
@@ -287,10 +292,7 @@ def uploads(tree: Path) -> str:
 
 KILLS = {
     "engine": ("kill -9 of the engine under 24 streams", engine_killed),
-    "group": (
-        "SIGTERM to every process under 16 streams; an engine takes 12 s to load, --shutdown-timeout 6",
-        group_terminated,
-    ),
+    "group": ("SIGTERM to all under 16 streams; an engine loads for 12 s, --shutdown-timeout 6", group_terminated),
     "server": ("kill -9 of the server under 24 streams", server_killed),
     "frontend": ("kill -9 of one of two frontends under 24 streams", frontend_killed),
     "stopped": ("one of two frontends stopped", frontend_stopped),
@@ -307,18 +309,13 @@ CONNECTIONS = {
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout whose server is measured (default: this one)")
-    parser.add_argument(
-        "--rounds",
-        default=",".join([*KILLS, *CONNECTIONS]),
-        help="rounds to run, comma-separated (default: all, %(default)s)",
-    )
+    names = ",".join([*KILLS, *CONNECTIONS])
+    parser.add_argument("--rounds", default=names, help="comma-separated (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    wanted = arguments.rounds.split(",")
+    wanted, tree = arguments.rounds.split(","), arguments.tree.resolve()
     for title, rounds in (("Kill rounds", KILLS), ("Connections", CONNECTIONS)):
-        print(f"## {title}\n\n| round | what clients saw |\n|---|---|")
-        for name, (text, run) in rounds.items():
-            if name in wanted:
-                print(f"| {text} | {run(arguments.tree.resolve())} |", flush=True)
+        print(f"## {title}\n")
+        print_rounds({text: partial(run, tree) for name, (text, run) in rounds.items() if name in wanted})
         print()
     return 0
 

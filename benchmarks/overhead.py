@@ -21,6 +21,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
+from benchmarks.server import cpu_seconds
 from quire.cli.bench import serve
 from quire.cli.bench.datasets import make_samples
 from quire.cli.bench.load import Target, run_load
@@ -32,29 +33,17 @@ from tests.helpers.engine.fake_executor import BACKEND
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=str(EMBEDDED_MODEL), help="default: the embedded model")
+    numbers = {"type": serve.concurrencies, "metavar": "N,..."}
     parser.add_argument(
-        "model",
-        nargs="?",
-        default=str(EMBEDDED_MODEL),
-        help="folder with tokenizer.json and config.json (default: the embedded model)",
+        "--max-concurrency", default=[1, 16, 64], help="numbers of streams (default: 1,16,64)", **numbers
     )
-    parser.add_argument(
-        "--max-concurrency", type=serve.concurrencies, default=[1, 16, 64], help="numbers of streams (default: 1,16,64)"
-    )
-    parser.add_argument(
-        "--api-server-count",
-        type=serve.concurrencies,
-        default=[1],
-        help="numbers of frontend processes, one server each (default: 1)",
-    )
+    parser.add_argument("--api-server-count", default=[1], help="frontend processes, a server for each", **numbers)
     parser.add_argument("--requests-per-stream", type=int, default=4, help="requests per stream (default: 4)")
     parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (default: 128)")
     parser.add_argument("--output-len", type=int, default=256, help="output tokens (default: 256)")
     arguments = parser.parse_args(argv)
-    print(
-        f"{'frontends':>9} {'streams':>8} {'tok/s':>9} {'TTFT p50 ms':>12} {'ITL p50 ms':>11}   CPU us per "
-        f"token: {'server':>7} {'engine':>7} {'client':>7}"
-    )
+    print("frontends  streams     tok/s  TTFT p50 ms  ITL p50 ms   CPU us per token:  server  engine  client")
     for count in arguments.api_server_count:
         asyncio.run(measure(arguments, count))
     return 0
@@ -74,8 +63,7 @@ async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
         encoder = serve.load_encoder(arguments.model, None)
         for streams in arguments.max_concurrency:
             samples = make_samples(dataset(arguments, streams * arguments.requests_per_stream), encoder, seed=streams)
-            pid = server.process.pid
-            groups = servers_of(pid, num_frontends), [engine_of(pid)], [psutil.Process()]
+            groups = processes(server.process.pid, num_frontends)
             before = [cpu_seconds(group) for group in groups]
             results, duration = await run_load(target, samples, [0.0] * len(samples), streams, lambda result: None)
             spent = [cpu_seconds(group) - start for group, start in zip(groups, before, strict=True)]
@@ -83,13 +71,8 @@ async def measure(arguments: argparse.Namespace, num_frontends: int) -> None:
             if figures["failed"]:
                 raise RuntimeError(next(result.error for result in results if result.error))
             costs = " ".join(f"{1e6 * seconds / figures['total_output_tokens']:>7.0f}" for seconds in spent)
-            print(
-                (
-                    f"{num_frontends:>9} {streams:>8} {figures['output_throughput']:>9.0f} "
-                    f"{figures['median_ttft_ms']:>12.1f} {figures['median_itl_ms']:>11.2f}   {'':>17} {costs}"
-                ),
-                flush=True,
-            )
+            rate, first, gap = (figures[name] for name in ("output_throughput", "median_ttft_ms", "median_itl_ms"))
+            print(f"{num_frontends:>9} {streams:>8} {rate:>9.0f} {first:>12.1f} {gap:>11.2f} {costs:>42}", flush=True)
 
 
 def dataset(arguments: argparse.Namespace, num_prompts: int) -> argparse.Namespace:
@@ -97,23 +80,15 @@ def dataset(arguments: argparse.Namespace, num_prompts: int) -> argparse.Namespa
     return serve.parser().parse_args(sizes.split())
 
 
-def engine_of(pid: int) -> psutil.Process:
-    (engine,) = [child for child in psutil.Process(pid).children() if "quire.engine.core" in child.cmdline()]
-    return engine
-
-
-def servers_of(pid: int, num_frontends: int) -> list[psutil.Process]:
-    """Return the server's process, and its frontends if they are separate processes."""
-    frontends = [
-        child for child in psutil.Process(pid).children() if "quire.server.frontends.member" in child.cmdline()
-    ]
-    assert len(frontends) == (num_frontends if num_frontends > 1 else 0)
-    return [psutil.Process(pid), *frontends]
-
-
-def cpu_seconds(processes: list[psutil.Process]) -> float:
-    times = [process.cpu_times() for process in processes]
-    return sum(one.user + one.system for one in times)
+def processes(pid: int, num_frontends: int) -> tuple[list[psutil.Process], ...]:
+    """Return the processes of the server (with its frontends, if they are separate), the engine and this client."""
+    server = psutil.Process(pid)
+    engines, frontends = (
+        [child for child in server.children() if module in child.cmdline()]
+        for module in ("quire.engine.core", "quire.server.frontends.member")
+    )
+    assert len(engines) == 1 and len(frontends) == (num_frontends if num_frontends > 1 else 0)
+    return [server, *frontends], engines, [psutil.Process()]
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def perplexity(folder: str, texts: Conversations, quantization: str | None = Non
 
 @torch.inference_mode()
 def native_logprobs(folder: str, texts: Conversations, bits: int, quantization: str | None = None) -> torch.Tensor:
-    """Log-probabilities `[T, V]` of every position, by the native kernels with activations of `bits` bits."""
+    """Return log-probabilities `[T, V]` of every position, by the native kernels with activations of `bits` bits."""
     KERNELS.activation_bits = bits
     spec = read_model_spec(folder)
     model = build_model(spec, torch.bfloat16, torch.device("cpu"), quantization=quantization, ops=CpuPlatform().ops)
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def in_gguf(folder: str, work: Path, kind: str) -> tuple[str, int]:
-    """(the folder made of a GGUF file of the model, the bytes of its tensors)."""
+    """Return (the folder made of a GGUF file of the model, the bytes of its tensors)."""
     shutil.copytree(folder, work)
     file = work / "model.gguf"
     write_gguf(str(work), file, {"default": kind}, "qwen3")

@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import httpx
 import psutil
@@ -121,6 +122,28 @@ class Server:
         self.process.terminate()
         self.exit_code(120)
         self.end()
+
+
+@contextmanager
+def serving(flags: Sequence[str], **settings: Any) -> Iterator[Server]:
+    """Run a server, which is ready, until the block ends."""
+    server = Server(flags, **settings)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and its descendants."""
+    return [root := psutil.Process(pid), *root.children(recursive=True)]
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Return the CPU time that the processes have used."""
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
 
 
 def _role(process: psutil.Process) -> str:

@@ -27,10 +27,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
 
+from benchmarks.server import cpu_seconds, family
 from quire.cli.bench import serve
 from quire.cli.bench.process import ServerProcess, free_port
 
@@ -38,27 +37,19 @@ _SHARED = (
     "--dataset-name prefix-repetition --prefix-repetition-prefix-len 900 --prefix-repetition-suffix-len 32 "
     "--prefix-repetition-num-prefixes 1 --prefix-repetition-output-len 32"
 )
+
+
+def _sizes(input_len: int, output_len: int, num_prompts: int, concurrency: int) -> str:
+    lengths = f"--random-input-len {input_len} --random-output-len {output_len}"
+    return f"{lengths} --num-prompts {num_prompts} --max-concurrency {concurrency}"
+
+
+TPOT = "median_tpot_ms"
 LOADS: dict[str, tuple[str, str, list[str]]] = {  # name -> (description, flags of `quire bench serve`, figures)
-    "c1": (
-        "1 stream, 32 in / 64 out",
-        "--random-input-len 32 --random-output-len 64 --num-prompts 4 --max-concurrency 1 --num-warmups 1",
-        ["output_throughput", "median_tpot_ms"],
-    ),
-    "c8": (
-        "8 streams, 128 in / 64 out",
-        "--random-input-len 128 --random-output-len 64 --num-prompts 16 --max-concurrency 8",
-        ["output_throughput"],
-    ),
-    "c32": (
-        "32 streams, 128 in / 64 out",
-        "--random-input-len 128 --random-output-len 64 --num-prompts 64 --max-concurrency 32",
-        ["output_throughput", "median_ttft_ms"],
-    ),
-    "p1024": (
-        "1024-token prompt",
-        "--random-input-len 1024 --random-output-len 2 --num-prompts 4 --max-concurrency 1",
-        ["median_ttft_ms"],
-    ),
+    "c1": ("1 stream, 32 in / 64 out", _sizes(32, 64, 4, 1) + " --num-warmups 1", ["output_throughput", TPOT]),
+    "c8": ("8 streams, 128 in / 64 out", _sizes(128, 64, 16, 8), ["output_throughput"]),
+    "c32": ("32 streams, 128 in / 64 out", _sizes(128, 64, 64, 32), ["output_throughput", "median_ttft_ms"]),
+    "p1024": ("1024-token prompt", _sizes(1024, 2, 4, 1), ["median_ttft_ms"]),
     "prefix": (
         "32 requests with a common prefix of 900 tokens, 32 in / 32 out",
         f"{_SHARED} --num-prompts 32 --max-concurrency 32",
@@ -67,7 +58,7 @@ LOADS: dict[str, tuple[str, str, list[str]]] = {  # name -> (description, flags 
 }
 TITLES = {
     "output_throughput": "output tok/s",
-    "median_tpot_ms": "time per output token, ms",
+    TPOT: "time per output token, ms",
     "median_ttft_ms": "median time to first token, ms",
     "cpu_seconds": "CPU time of the server, s",
 }
@@ -109,33 +100,27 @@ def named_server(text: str) -> tuple[str, str]:
 
 async def measure(runs: Runs, name: str, server: str, numbers: list[int], seed: int, tokenizer: str | None) -> None:
     """Run each load of `runs` in the rounds of `numbers` on one server."""
-    async with running(server) as (url, process):
-        if process:
+    async with running(server) as (url, pid):
+        if pid:
             await run_load(url, next(iter(runs)), seed, tokenizer)  # warm up
         for number in numbers:
             for load in runs:
                 print(f"== round {number}: {name}: {LOADS[load][0]}", flush=True)
-                before = cpu_seconds(process)
+                before = cpu_seconds(family(pid) if pid else [])
                 figures = await run_load(url, load, seed + 100 * number, tokenizer)
-                runs[load][name].append(figures | {"cpu_seconds": cpu_seconds(process) - before})
+                runs[load][name].append(figures | {"cpu_seconds": cpu_seconds(family(pid) if pid else []) - before})
 
 
 @asynccontextmanager
-async def running(server: str) -> AsyncIterator[tuple[str, psutil.Process | None]]:
-    """Yield the URL of a server and its process, or None if it ran before."""
+async def running(server: str) -> AsyncIterator[tuple[str, int | None]]:
+    """Yield the URL of a server and its process id, or None if it ran before."""
     if server.startswith("http"):
         yield server, None
         return
     port = free_port()
     with ServerProcess(shlex.split(server), port) as started:
         await started.wait_for("/health")
-        yield f"http://127.0.0.1:{port}", psutil.Process(started.process.pid)
-
-
-def cpu_seconds(root: psutil.Process | None) -> float:
-    """Return the CPU time that a process and its descendants have used."""
-    times = [process.cpu_times() for process in ([root, *root.children(recursive=True)] if root else [])]
-    return sum(one.user + one.system for one in times)
+        yield f"http://127.0.0.1:{port}", started.process.pid
 
 
 def load_names(text: str) -> list[str]:
@@ -150,9 +135,8 @@ async def run_load(url: str, load: str, seed: int, tokenizer: str | None) -> dic
     finds them in its prefix cache.
     """
     flags = ["--base-url", url, "--ignore-eos", "--disable-tqdm", "--seed", str(seed), *LOADS[load][1].split()]
-    (figures,) = await serve.measure(
-        serve.parser().parse_args(flags + (["--tokenizer", tokenizer] if tokenizer else [])), {}
-    )
+    flags += ["--tokenizer", tokenizer] if tokenizer else []
+    (figures,) = await serve.measure(serve.parser().parse_args(flags), {})
     if figures["failed"]:
         raise RuntimeError(f"{figures['failed']} requests of {load} failed at {url}")
     return figures
@@ -169,13 +153,9 @@ def table(runs: Runs) -> list[str]:
             values = {name: [round_[figure] for round_ in rounds] for name, rounds in by_server.items()}
             medians = [statistics.median(rounds) for rounds in values.values()]
             best = (max if figure == "output_throughput" else min)(medians[1:], default=float("nan"))
-            cells = [
-                ", ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in rounds)
-                for rounds in values.values()
-            ]
-            lines.append(
-                f"| {'' if i else LOADS[load][0]} | {TITLES[figure]} | {' | '.join(cells)} | {medians[0] / best:.2f} |"
-            )
+            cells = ["" if i else LOADS[load][0], TITLES[figure]]
+            cells += [", ".join(f"{one:.{0 if one >= 100 else 1}f}" for one in rounds) for rounds in values.values()]
+            lines.append(f"| {' | '.join(cells)} | {medians[0] / best:.2f} |")
     return lines
 
 

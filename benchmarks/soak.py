@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks import soak_memory
-from benchmarks.server import Server
+from benchmarks.server import Server, serving
 from benchmarks.soak_memory import slope
 from benchmarks.soak_traffic import KINDS, Kind, Outcome, send
 
@@ -36,7 +36,7 @@ Samples = dict[str, list[tuple[float, float]]]  # (hours, MB) of each process
 
 
 def fitted(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """(MB per hour, twice the standard error of it) of means over blocks of samples."""
+    """Return (MB per hour, twice the standard error of it) of means over blocks of samples."""
     size = max(len(points) // NUM_BLOCKS, 1)
     blocks = [points[i : i + size] for i in range(0, len(points) - size + 1, size)]
     means = [tuple(sum(values) / len(block) for values in zip(*block, strict=True)) for block in blocks]
@@ -132,13 +132,9 @@ def main(argv: list[str] | None = None) -> int:
     kinds = [kind for kind in KINDS if args.kinds is None or kind.name in args.kinds.split(",")]
     with tempfile.TemporaryDirectory() as name:
         model = args.model or write_model(Path(name))
-        server = Server([model, *FLAGS, *flags])
-        try:
-            server.wait_ready()
+        with serving([model, *FLAGS, *flags]) as server:
             outcomes, samples = asyncio.run(traffic(server, kinds, args.minutes, args.clients))
             is_bad = report(outcomes, samples, is_idle(server), args.limit)
-        finally:
-            server.stop()
         for kind in args.distinct:
             is_bad |= bool(soak_memory.main(["--kind", kind, model, *FLAGS[2:], *flags]))
     return int(is_bad)

@@ -14,7 +14,7 @@ import base64
 import io
 import sys
 
-from benchmarks.server import Server
+from benchmarks.server import Server, serving
 
 KINDS = ("conversations", "images", "schemas")
 KV_CACHE = "32M"
@@ -73,14 +73,10 @@ def main(argv: list[str] | None = None) -> int:
         flags += ["--kv-cache-memory-bytes", KV_CACHE]
     grows = False
     for kind in args.kind or ("conversations", "schemas"):
-        server = Server(flags)
-        try:
-            server.wait_ready()
+        with serving(flags) as server:
             for name, (size, growth) in soak(server, kind, args.count).items():
                 print(f"{kind:<14} {name:<28} {size:8.1f} MB {growth:+8.2f} MB per 1,000 requests", flush=True)
                 grows |= growth > args.limit
-        finally:
-            server.stop()
     return int(grows)
 
 

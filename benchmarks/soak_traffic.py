@@ -144,7 +144,7 @@ class Outcome:
 
 
 async def send(client: httpx.AsyncClient, kind: Kind, rng: random.Random, model: str) -> Outcome:
-    """One request of a kind, read in one of four ways."""
+    """Send one request of a kind, and read the answer in one of four ways."""
     how = rng.choice(("whole", "stream", "stream", "leaves", "slow")) if kind.stream is not None else "whole"
     body = kind.make(rng) | (kind.stream if how != "whole" and kind.stream else {})
     if body.get("model"):

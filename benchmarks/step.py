@@ -79,15 +79,11 @@ class InTurn(AttentionBackend):
 
 def label(name: str, args: tuple) -> str:
     """Return the shape of a product, the name of any other function."""
-    return (
-        f"{args[8]} x {args[7]}".replace(" x ", " -> ")
-        if name.startswith("quire_gemm_run")
-        else name.removeprefix("quire_")
-    )
+    return f"{args[8]} -> {args[7]}" if name.startswith("quire_gemm_run") else name.removeprefix("quire_")
 
 
 def parse_load(text: str) -> tuple[int, int, int]:
-    """(requests, tokens of context, tokens of this step)."""
+    """Return (requests, tokens of context, tokens of this step)."""
     if "x" in text:
         requests, context = map(int, text.split("x"))
         return requests, context - 1, 1
@@ -114,15 +110,10 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="as for `quire serve`")
-    parser.add_argument(
-        "--in-turn", action="store_true", help="make one native call per layer and per attention, not one for all"
-    )
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="count the CPU time of this process only; use it with one thread"
-    )
-    parser.add_argument("--cpu-level", default="auto", help="as for `quire serve`")
-    parser.add_argument("--cpu-activation-bits", default="auto", help="as for `quire serve`")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as for `quire serve`")
+    parser.add_argument("--in-turn", action="store_true", help="make a native call per layer and per attention")
+    parser.add_argument("--cpu-time", action="store_true", help="count this process's CPU time; use it with one thread")
+    for flag in ("--cpu-level", "--cpu-activation-bits", "--kv-cache-dtype"):
+        parser.add_argument(flag, default="auto", help="as for `quire serve`")
     args = parser.parse_args()
     loads = {load: parse_load(load) for load in args.loads}
     clock = time.thread_time if args.cpu_time else time.perf_counter
@@ -161,11 +152,8 @@ def main() -> int:
             for name, seconds in timed.seconds.items():
                 parts[name].append(seconds)
             parts["the rest"].append(totals[-1] - sum(timed.seconds.values()))
-        print(
-            f"{load}: {median(totals) * 1e3:.2f} ms (least {min(totals) * 1e3:.2f})  "
-            + "  ".join(f"{name} {median(seconds) * 1e3:.2f}" for name, seconds in parts.items()),
-            flush=True,
-        )
+        shares = "  ".join(f"{name} {median(seconds) * 1e3:.2f}" for name, seconds in parts.items())
+        print(f"{load}: {median(totals) * 1e3:.2f} ms (least {min(totals) * 1e3:.2f})  {shares}", flush=True)
     worker.shutdown()
     return 0
 

@@ -71,16 +71,12 @@ def vocabulary() -> Vocabulary:
 def worker_of(args: argparse.Namespace) -> Worker:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        num_blocks = 2 + 2 * args.requests * (-(-(PROMPT + args.steps + 1) // BLOCK) + 1)
         return start_worker(
-            model=folder,
-            load_format="dummy",
-            device=args.device,
-            max_num_seqs=2 * args.requests,
-            max_model_len=str(PROMPT + args.steps + BLOCK),
-            num_gpu_blocks_override=2 + 2 * args.requests * (-(-(PROMPT + args.steps + 1) // BLOCK) + 1),
-            max_num_batched_tokens=PROMPT * args.requests,
-            num_threads=args.threads,
-        )
+            model=folder, load_format="dummy", device=args.device, num_threads=args.threads,
+            max_num_seqs=2 * args.requests, max_model_len=str(PROMPT + args.steps + BLOCK),
+            num_gpu_blocks_override=num_blocks, max_num_batched_tokens=PROMPT * args.requests,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -93,9 +89,8 @@ def main() -> None:
     args = parser.parse_args()
     worker, words = worker_of(args), vocabulary()
     eos = words.eos_token_ids
-    answer = Compiler(CompilerVocabulary({}, eos, len(words.tokens))).compile(
-        Structure(kind="json_schema", value=SCHEMA)
-    )
+    compiler = Compiler(CompilerVocabulary({}, eos, len(words.tokens)))
+    answer = compiler.compile(Structure(kind="json_schema", value=SCHEMA))
     worker.set_vocabulary(msgspec.msgpack.encode(words))
     free = SamplingParams(max_tokens=4096, temperature=args.temperature, eos_token_ids=eos, ignore_eos=True)
     masked = msgspec.structs.replace(free, grammar=answer.grammar)

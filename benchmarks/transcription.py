@@ -10,7 +10,6 @@ all processes over the number of threads, which a busy machine disturbs less), a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -22,6 +21,10 @@ import time
 import wave
 from array import array
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without an installation
+
+from benchmarks.server import cpu_seconds, family
 
 THREADS = 2
 PEER = """
@@ -64,27 +67,16 @@ class Program:
         path.unlink()
 
     def ask(self, files: list[str]) -> tuple[float, float, list[str]]:
-        """(wall seconds, CPU seconds, texts)."""
-        begin, cpu = time.perf_counter(), cpu_seconds(self.process.pid)
+        """Return (wall seconds, CPU seconds, texts)."""
+        begin, cpu = time.perf_counter(), cpu_seconds(family(self.process.pid))
         self.process.stdin.write(json.dumps(files) + "\n")
         self.process.stdin.flush()
         texts = json.loads(self.process.stdout.readline())
-        return time.perf_counter() - begin, cpu_seconds(self.process.pid) - cpu, texts
+        return time.perf_counter() - begin, cpu_seconds(family(self.process.pid)) - cpu, texts
 
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait(30)
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and its descendants."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    kids: set[str] = set()
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has ended
-            kids.update((thread / "children").read_text().split())
-    return own + sum(cpu_seconds(int(kid)) for kid in kids)
 
 
 def quieter(name: str, folder: str, factor: float) -> str:

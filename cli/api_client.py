@@ -1,4 +1,4 @@
-"""A small client of OpenAI's API over http.client, for the commands that talk to a server."""
+"""Implements a small client of OpenAI's API over http.client, for commands that talk to a server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.checkpoints.library.names import same_model
 
 
 class ServerError(Exception):
-    """The server could not be reached or refused the request; the message is for the terminal."""
+    """Raised when the server cannot be reached or refuses a request. The message is for the terminal."""
 
 
 def tls_context(insecure: bool) -> ssl.SSLContext:
-    """Return the settings of a TLS client; `insecure` accepts every certificate."""
+    """Return the SSL context of a client; `insecure` accepts every certificate."""
     context = ssl.create_default_context()
     if insecure:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -26,7 +26,7 @@ def tls_context(insecure: bool) -> ssl.SSLContext:
 
 
 def explain(error: Exception, url: str) -> str:
-    """Return why a server was not reached, with what to do if it has TLS."""
+    """Return why a server was not reached, with the remedy if it has TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{error.verify_message}: --insecure accepts the certificate"
     broken = isinstance(error, (http.client.BadStatusLine, ConnectionResetError, EOFError))
@@ -37,13 +37,16 @@ def explain(error: Exception, url: str) -> str:
 
 
 class Server:
-    """The server at a base URL such as http://127.0.0.1:8000/v1. `insecure` accepts every certificate."""
+    """Sends requests to the server at a base URL, such as http://127.0.0.1:8000/v1.
+
+    `insecure` accepts every certificate.
+    """
 
     def __init__(self, url: str, api_key: str | None, timeout: float | None = None, insecure: bool = False):
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"--url: expected http://HOST:PORT/v1, got {url!r}")
-        self.url, self.parts, self.timeout = url, parts, timeout  # seconds without data; None: any number
+        self.url, self.parts, self.timeout = url, parts, timeout  # seconds without data; None: no limit
         self.insecure, self.path = insecure, parts.path.rstrip("/") or "/v1"
         self.headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -51,7 +54,7 @@ class Server:
 
     @contextlib.contextmanager
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """A response with status 200. Closing it before its end aborts the request on the server.
+        """Return a response with status 200. Closing it before its end aborts the request on the server.
 
         Raises ServerError.
         """
@@ -79,13 +82,13 @@ class Server:
             return json.load(response)["data"][0]["id"]
 
     def name_of(self, model: str | None) -> str:
-        """Return the server's name of `model`, in whatever spelling; of None, the first that it lists."""
+        """Return the server's name for `model`, in any of its spellings; for None, the first listed name."""
         with self.request("GET", "/models") as response:
             listed = [card["id"] for card in json.load(response)["data"]]
         return listed[0] if model is None else same_model(model, listed)
 
     def makes_no_text(self, model: str) -> bool:
-        """Return whether the server says so, in Ollama's route; others than quire and Ollama do not."""
+        """Return whether the server reports that a model makes no text; only quire and Ollama do, in Ollama's route."""
         root = Server(f"{self.parts.scheme}://{self.parts.netloc}/api", None, self.timeout, self.insecure)
         root.headers = self.headers
         try:
@@ -95,7 +98,7 @@ class Server:
             return False
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of a streamed answer. Raises ServerError, also for an error event in the stream."""
+        """Yield the chunks of a streamed answer. Raises ServerError, also for an error event in the stream."""
         with self.request("POST", path, body | {"stream": True}) as response:
             for line in response:
                 if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
@@ -107,7 +110,7 @@ class Server:
 
 
 def error_message(body: bytes) -> str:
-    """The message of an OpenAI error body, else the body itself."""
+    """Return the message of an OpenAI error body, else the body itself."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,6 +1,4 @@
-"""`quire chat` and `quire complete`: talk to a running OpenAI-compatible server from a terminal, over plain
-http.client.
-"""
+"""Implements `quire chat` and `quire complete`, which talk to a running OpenAI-compatible server over http.client."""
 
 from __future__ import annotations
 
@@ -89,7 +87,7 @@ def chat(argv: list[str]) -> int:
 
 
 def converse(server: Server, model: str, arguments: argparse.Namespace, prompt: str | None) -> None:
-    """A conversation until the user ends it, or one answer to `prompt`. Raises ServerError."""
+    """Hold a conversation until the user ends it, or answer `prompt`. Raises ServerError."""
     options = request_options(arguments, model) | answer_options(arguments)
     conversation = Conversation(server, options, arguments.system_prompt, arguments.verbose, arguments.hidethinking)
     for path in arguments.image:
@@ -144,7 +142,7 @@ def _continue(server: Server, options: dict[str, Any], prompt: str) -> None:
 
 
 def guarded(parser: Parser, run: Callable[[], None]) -> int:
-    """The exit status of `run`."""
+    """Return the exit status of `run`."""
     try:
         run()
     except ServerError as error:

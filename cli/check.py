@@ -1,5 +1,5 @@
-"""`quire check`: print the memory plan and the choices of `quire serve` with the same flags, or the error it would end
-with, without loading weights. For a Hub model it reads the headers of the weights by range requests.
+"""Implements `quire check`, which prints the memory plan and the choices of `quire serve` with the same flags, or its
+error, without loading weights. For a Hub model it reads the headers of the weights by range requests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib
 import logging
 import sys
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.checkpoints import hub
 from quire.checkpoints.lora import local_modules
@@ -56,8 +56,8 @@ def _check_one(config: Config) -> int:
 
 
 def plan(config: Config, target: str) -> str:
-    """The checkpoint, the memory plan and the choices, as `quire serve` shows them. `target` is an empty folder for
-    headers of weights. Raises ValueError as `quire serve` would.
+    """Return the checkpoint, the memory plan and the choices, as `quire serve` shows them. `target` is an empty folder
+    for headers of weights. Raises ValueError as `quire serve` would.
     """
     from quire.server.media.audio.service import Speech
     from quire.server.media.service import Images
@@ -65,14 +65,20 @@ def plan(config: Config, target: str) -> str:
     from quire.server.startup.engine_group import PLAIN, read_text
 
     check_server_files(config.server)
+    config.parallel.check_nodes(config.server.headless)
+    if config.parallel.has_own_balancer:
+        config = dataclasses.replace(config, parallel=config.parallel.on_this_machine())
     named = with_entry(config)
     config, has_weights, has_draft = local_settings(named, target)
+    if not config.parallel.local_engines:
+        return "no engine runs on this machine (--data-parallel-size-local 0)"
     options, folder = config.model, config.model.model
     # imported by name: torch loads only when this command runs
     importlib.import_module("quire.engine.executor.base").executor_class(config)
     preview = importlib.import_module("quire.worker.startup.preview").preview
-    ready = preview(config, files=has_weights, draft_files=has_draft)
-    adapters = importlib.import_module("quire.worker.lora.preview").describe_adapters(config)
+    own = dataclasses.replace(config, parallel=config.parallel.on_this_machine())
+    ready = preview(own, files=has_weights, draft_files=has_draft)
+    adapters = importlib.import_module("quire.worker.lora.preview").describe_adapters(own)
     tokenizer_folder = (
         folder
         if options.tokenizer is None
@@ -119,18 +125,23 @@ def local_settings(config: Config, target: str) -> tuple[Config, bool, bool]:
 
 
 def _about(images: Images, folder: str) -> list[str]:
-    """The server's handling of images; nothing for a model of text."""
+    """Return the server's handling of images; nothing for a model of text."""
     from quire.server.media.registry import read_config
 
     if images.why_not is None:
         about = images.describe()
-        options = ", ".join(about["mm_processor_kwargs"]) or "none"
-        return [f"images: at most {about['max_per_prompt']} per prompt; mm_processor_kwargs: {options}"]
+        videos = [f"videos: {_accepted(about['video'])}"] if about["video"]["accepted"] else []
+        return [f"images: {_accepted(about)}", *videos]
     return [f"images: refused: {images.why_not}"] if "vision_config" in read_config(folder) else []
 
 
+def _accepted(about: dict[str, Any]) -> str:
+    options = ", ".join(about["mm_processor_kwargs"]) or "none"
+    return f"at most {about['max_per_prompt']} per prompt; mm_processor_kwargs: {options}"
+
+
 def _hears(speech: Speech) -> str:
-    """The server's handling of audio."""
+    """Return the server's handling of audio."""
     model = speech.model
     return f"audio: {', '.join(model.tasks) or 'transcribe'}; languages: {', '.join(model.codes)}"
 

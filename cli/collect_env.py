@@ -1,4 +1,4 @@
-"""`quire collect-env`: print versions and hardware for a bug report."""
+"""Implements `quire collect-env`, which prints versions and hardware for a bug report."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def report() -> list[tuple[str, str]]:
-    """(name, value) lines; an unknown value says why it is unknown."""
+    """Return (name, value) lines; an unknown value says why it is unknown."""
     lines = [
         ("quire", version("quire")),
         ("Python", f"{platform.python_version()} ({sys.executable})"),

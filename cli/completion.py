@@ -1,4 +1,4 @@
-"""`quire completion SHELL`: a script that completes commands, flags and their choices, made from the parsers."""
+"""Implements `quire completion SHELL`, which prints a completion script made from the parsers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.cli.main import COMMANDS, Parser
 
 _WITH_COMMANDS = "bench"
 _ASK = "--flags-for-completion"
-Flags = dict[str, list[str]]  # flag -> its choices, none if its value is free
+Flags = dict[str, list[str]]  # flag -> its choices; empty for a free value
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 
 
 def all_flags() -> dict[str, Flags]:
-    """The flags of each command; "bench" has its commands, and "bench serve" the flags of one."""
+    """Return the flags of each command; "bench" has its commands, and "bench serve" the flags of one."""
     from quire.cli.bench.main import COMMANDS as BENCH
 
     found = {name: _flags(lambda name=name: COMMANDS[name]([_ASK])) for name in COMMANDS if name != "completion"}
@@ -43,7 +43,7 @@ class _Parsing(Exception):
 
 
 def _flags(command: Callable[[], int]) -> Flags:
-    """The flags of the parser to which `command` gives `_ASK`."""
+    """Return the flags of the parser to which `command` gives `_ASK`."""
     original = argparse.ArgumentParser.parse_known_args
 
     def parse(self, args=None, namespace=None):
@@ -70,7 +70,7 @@ def _choices(action: argparse.Action) -> list[str]:
 
 
 def _cases(flags: dict[str, Flags], with_choices: Callable[[list[str]], str]) -> list[str]:
-    """Lines of a shell's `case` over "COMMAND FLAG" whose value has choices."""
+    """Return the lines of a shell's `case` over "COMMAND FLAG" whose value has choices."""
     return [
         f'    "{command} {flag}") {with_choices(choices)};;'
         for command, found in flags.items()
@@ -80,7 +80,7 @@ def _cases(flags: dict[str, Flags], with_choices: Callable[[list[str]], str]) ->
 
 
 def _first_words(flags: dict[str, Flags], command: str) -> list[str]:
-    """The words that may follow a command before its flags."""
+    """Return the words that may follow a command before its flags."""
     if command == "completion":
         return sorted(SCRIPTS)
     return [name.partition(" ")[2] for name in flags if name.startswith(f"{command} ")]

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its messages, the commands that change it, and the answers as they arrive."""
+"""Holds a conversation in the terminal: messages, the commands that change them, and answers as they arrive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_SET = ("messages", "stream", "n")  # fields of requests that the conversati
 
 
 class Conversation:
-    """The messages of a conversation."""
+    """Holds the messages and options of a conversation."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Conversation:
         self.images: list[dict[str, Any]] = []  # parts of the next message
 
     def add_image(self, path: str) -> None:
-        """Raises ServerError for a file that cannot be read."""
+        """Add an image to the next message. Raises ServerError for a file that cannot be read."""
         try:
             data = Path(path).expanduser().read_bytes()
         except OSError as error:
@@ -82,7 +82,7 @@ class Conversation:
         return True
 
     def set(self, words: str) -> None:
-        """`/set NAME VALUE`: VALUE as JSON, or else as text. Raises ServerError."""
+        """Handle `/set NAME VALUE`: VALUE is JSON, or else text. Raises ServerError."""
         name, _, text = words.removeprefix("parameter ").strip().partition(" ")  # Ollama has the word
         name = name.replace("-", "_")
         if name == "num_predict":
@@ -102,8 +102,8 @@ class Conversation:
         print("fields of requests:", json.dumps(self.options, ensure_ascii=False), file=sys.stderr)
 
     def ask(self, message: str, once: bool = False) -> None:
-        """Print the answer while it arrives. Ctrl-C keeps the part that arrived, and is raised if the program answers
-        `once`; an error removes the message and its images.
+        """Print the answer while it arrives. Ctrl-C keeps the part that arrived and is raised if `once`; an error
+        removes the message and its images.
         """
         images, self.images = self.images, []
         content = [*images, {"type": "text", "text": message}] if images else message
@@ -123,7 +123,7 @@ class Conversation:
         print_truncation(self.finish_reason, self.options.get("max_tokens"))
 
     def _answer(self) -> Iterator[str]:
-        """The pieces of the answer. The thoughts before it go to stderr."""
+        """Yield the pieces of the answer. The thoughts before it go to stderr."""
         thinks, self.finish_reason, timings = False, None, Timings()
         body = self.options | {"messages": self.messages}
         if self.verbose:

@@ -1,4 +1,4 @@
-"""`quire hash-key`: the hash of an API key, for --api-key-file."""
+"""Implements `quire hash-key`, which prints the hash of an API key for --api-key-file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`quire health`: check whether the server on this machine is ready.
+"""Implements `quire health`, which checks whether the server on this machine is ready.
 
-A container's health check runs this file as a script every few seconds, without site-packages: it imports a little of
-the standard library and nothing else.
+A container's health check runs this file as a script every few seconds, without site-packages: it imports only a small
+part of the standard library.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of this machine for 
 
 
 class Unhealthy(Exception):
-    """The server is not ready or does not answer; the message says which."""
+    """Raised when the server is not ready or does not answer. The message says which."""
 
 
 def find_address(environ: Mapping[str, str]) -> str:
-    """From the file that QUIRE_ADDRESS_FILE names, else from the variables of `quire serve`.
+    """Return the address from the file that QUIRE_ADDRESS_FILE names, else from the variables of `quire serve`.
 
     A server on a read-only file system cannot write that file, so the variables also count if it does not exist.
     Raises Unhealthy if it does not exist (yet) and no variable is set.
@@ -41,8 +41,8 @@ def find_address(environ: Mapping[str, str]) -> str:
 
 
 def address_of(url: str) -> str:
-    """HOST:PORT of `http://HOST:PORT/v1`, or of the same without scheme or path, https://HOST:PORT of one with TLS;
-    `unix:PATH` as it is.
+    """Return HOST:PORT for `http://HOST:PORT/v1`, scheme and path being optional, and https://HOST:PORT with TLS;
+    `unix:PATH` stays as it is.
     """
     if url.removeprefix(_HTTPS).startswith(_UNIX):
         return url
@@ -56,10 +56,10 @@ def address_of(url: str) -> str:
 
 
 def ask(address: str, timeout: float = TIMEOUT, certificate: tuple[str, str | None] | None = None) -> str:
-    """The body of /health if the server is ready. Raises Unhealthy otherwise.
+    """Return the body of /health if the server is ready. Raises Unhealthy otherwise.
 
-    `certificate`: files of a client's certificate and its key, for a server that asks for one. The server's own is not
-    checked, because it rarely has the name by which its machine asks, and nothing secret is sent.
+    `certificate`: files of a client's certificate and its key, for a server that asks for one. The server's certificate
+    is not checked, because it rarely names the loopback address, and no secret is sent.
     """
     try:
         answer = _answer(address, timeout, certificate)
@@ -78,8 +78,8 @@ def ask(address: str, timeout: float = TIMEOUT, certificate: tuple[str, str | No
 
 
 def _answer(address: str, timeout: float, certificate: tuple[str, str | None] | None) -> bytes:
-    """The bytes of the answer: none, or some that are not HTTP, from a server with TLS that is asked without. Raises
-    OSError.
+    """Return the bytes of the answer. A server with TLS that is asked without it sends none, or bytes other than HTTP.
+    Raises OSError.
     """
     answer = b""
     with _connect(address.removeprefix(_HTTPS), timeout) as plain:
@@ -96,7 +96,7 @@ def _answer(address: str, timeout: float, certificate: tuple[str, str | None] | 
 
 
 def _secured(plain: socket.socket, certificate: tuple[str, str | None] | None) -> socket.socket:
-    """Raises OSError."""
+    """Return the connection wrapped in TLS. Raises OSError."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -107,7 +107,7 @@ def _secured(plain: socket.socket, certificate: tuple[str, str | None] | None) -
 
 
 def _connect(address: str, timeout: float) -> socket.socket:
-    """Raises OSError."""
+    """Return a connection to HOST:PORT or unix:PATH. Raises OSError."""
     if not address.startswith(_UNIX):
         host, _, port = address.rpartition(":")
         if not port.isdigit():

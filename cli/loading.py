@@ -1,4 +1,4 @@
-"""How far a server that a command started has come, as its /health says: a bar on a terminal, lines elsewhere."""
+"""Shows the loading progress of a server that a command started: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HTTPS = "https://"
 
 
 class Loading:
-    """`with Loading() as loading:`, `loading.is_ready(address)` now and then."""
+    """Shows progress while `with Loading() as loading:` is open and `loading.is_ready(address)` is polled."""
 
     def __init__(self) -> None:
         self.bar = progress.StartProgress()
@@ -51,6 +51,6 @@ def _health(address: str) -> dict[str, Any]:
         connection.request("GET", "/health")
         return json.load(connection.getresponse())
     except (OSError, HTTPException, ValueError):
-        return {}  # not up yet
+        return {}  # does not listen yet
     finally:
         connection.close()

@@ -1,8 +1,8 @@
-"""The `quire` command. Flags are derived from the fields of `configs/config.py`; each command imports its
+"""Implements the `quire` command. Flags are derived from the fields of `configs/config.py`; each command imports its
 modules when it runs.
 
-This file imports nothing large: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in a
-few hundredths of a second.
+This file imports no large module: `quire --help` is instant, and `quire serve` reaches `quire.server.launch.serve` in
+a few hundredths of a second.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ EPILOG = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, with `_` and `-` equal in flags, with a suggestion for unknown flags, and with
-    other servers' flags if `takes_others`.
+    """Parses arguments without abbreviations, with `_` and `-` equal in flags, with a suggestion for unknown flags, and
+    with other servers' flags if `takes_others`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -64,8 +64,8 @@ class Parser(argparse.ArgumentParser):
         return result
 
     def _without_others(self, arguments: list[str], others: list[Given]) -> list[str]:
-        """The arguments, each of other servers' flags replaced by one that ends the values of the flag before it. The
-        flags are appended to `others`.
+        """Return the arguments with each flag of other servers replaced by one that ends the values of the flag before
+        it. Append the replaced flags to `others`.
         """
         kept, position = [], 0
         while position < len(arguments):
@@ -88,7 +88,9 @@ class Parser(argparse.ArgumentParser):
         return kept
 
     def _get_option_tuples(self, option_string: str) -> list:
-        """No flag may be shortened or stuck to its value (argparse would take `-hf` for `-h`, and `-m` for `-md`)."""
+        """Refuse abbreviated flags, and flags joined with their value: argparse would take `-hf` for `-h`, and `-m` for
+        `-md`.
+        """
         return []
 
     def unknown(self, arguments: list[str]) -> None:
@@ -188,8 +190,8 @@ def read_settings(
     need_model: bool = True,
     shows_warnings: bool = True,
 ) -> Settings:
-    """The settings from the parsed `arguments`, the environment and the YAML file. Flags without effect are reported on
-    stderr, unless the caller does.
+    """Return the settings from the parsed `arguments`, the environment and the YAML file. Flags without effect are
+    reported on stderr, unless the caller does.
 
     Exits with 2 and a message if they are invalid.
     """
@@ -223,7 +225,7 @@ def read_settings(
 
 
 def _refuse_other_sections(parser: argparse.ArgumentParser, settings: Settings) -> None:
-    """End with an error if a flag of another server sets what this command does not have."""
+    """End with an error if a flag of another server sets a setting that this command does not have."""
     for name, source in settings.sources.items():
         flag = all_options()[name].flag
         if source == "command line" and flag not in parser._option_string_actions:
@@ -255,11 +257,20 @@ def serve(arguments: list[str]) -> int:
     )
     add_config_flags(parser, several=True)
     settings = read_settings(parser, parser.parse_args(arguments), shows_warnings=False)
-    config, launch = settings.config(), importlib.import_module("quire.server.launch")
-    if not config.models.are_several:
-        return launch.serve(config, settings.sources, settings.warnings)
-    several = importlib.import_module("quire.server.models.launch")
-    return launch.serve(config, settings.sources, settings.warnings, several.ModelsLauncher)
+    config, told = settings.config(), (settings.sources, settings.warnings)
+    if config.models.are_several:
+        several = importlib.import_module("quire.server.models.launch")
+        return importlib.import_module("quire.server.launch").serve(config, *told, several.ModelsLauncher)
+    spare = importlib.import_module("quire.server.engines.spare").SpareEngine()
+    try:
+        if not config.server.headless:
+            # before it starts, because it inherits the limit
+            importlib.import_module("quire.server.frontends.descriptors").raise_descriptor_limit()
+            spare.prepare(config.parallel)  # imports its packages while this process imports the server's
+        launch = importlib.import_module("quire.server.launch")
+        return launch.serve(config, *told, spare=spare)
+    finally:
+        spare.close()
 
 
 def check(arguments: list[str]) -> int:
@@ -291,7 +302,7 @@ def _imported(module: str, function: str, summary: str) -> Callable[[list[str]],
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
-    "run": _imported("quire.cli.run", "main", "answer a prompt, or chat, by the server of the model or a new one"),
+    "run": _imported("quire.cli.run", "main", "answer a prompt, or chat, with the server of the model or a new one"),
     "list": _imported("quire.cli.library.table", "main", "list the models on this machine"),
     "show": _imported("quire.cli.library.show", "main", "show what a model is, from its files"),
     "pull": _imported("quire.cli.library.pull", "main", "download a model"),
@@ -302,7 +313,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "stop": _imported("quire.cli.library.servers", "stop", "stop a server when its requests are finished"),
     "chat": _imported("quire.cli.chat", "chat", "talk to a running server"),
     "complete": _imported("quire.cli.chat", "complete", "complete a text with a running server"),
-    "transcribe": _imported("quire.cli.transcribe", "main", "write what audio files say"),
+    "transcribe": _imported("quire.cli.transcribe", "main", "write the text of audio files"),
     "run-batch": _imported(
         "quire.cli.run_batch", "main", "answer the requests of a file, in the format of OpenAI's batches"
     ),
@@ -322,7 +333,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 def main(argv: list[str]) -> int:
     """Run `quire ARGV...` and return its exit status.
 
-    It is no error if the reader of the output closes the pipe (`quire check | head`).
+    A reader of the output may close the pipe (`quire check | head`).
     """
     try:
         try:
@@ -334,6 +345,9 @@ def main(argv: list[str]) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # otherwise Python reports the error again at exit
         return 0
+    except OSError as error:
+        print(f"quire {argv[0]}: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _stdout_is_closed() -> bool:

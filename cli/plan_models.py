@@ -1,5 +1,5 @@
 """Plans models for a server of several: `python -m quire.cli.plan_models` reads settings from stdin and writes one line
-of JSON for each. A process of its own, because the server imports no torch.
+of JSON for each. It runs in a separate process because the server does not import torch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def _next(stream: BinaryIO) -> Config | None:
 
 
 def planned(config: Config) -> Planned:
-    """Return the plan of a model, or the error that says why there is none."""
+    """Return the plan of a model, or the error if it cannot be planned."""
     preview = importlib.import_module("quire.worker.startup.preview").preview
     process = _private_bytes()
-    with tempfile.TemporaryDirectory(prefix="quire-plan-") as target:
-        try:
+    target = ""
+    try:
+        with tempfile.TemporaryDirectory(prefix="quire-plan-") as target:
             local, _, _ = local_settings(with_entry(config), target)
             ready: WorkerReady = preview(local)
-        except (ValueError, OSError) as error:
-            return Planned(error=str(error).replace(target, config.model.model))
+    except (ValueError, OSError) as error:
+        return Planned(error=str(error).replace(target, config.model.model) if target else str(error))
     plan = ready.plan
     ranks = config.parallel.world_size
     fixed = plan.weights + plan.activations + plan.graphs + plan.states + plan.images + plan.adapters + plan.offload
@@ -70,8 +71,8 @@ def planned(config: Config) -> Planned:
 
 @functools.cache
 def _private_bytes() -> int:
-    """Return the RAM that this process shares with no other, once it has imported what an engine imports. 0 where the
-    system does not tell it (Linux only).
+    """Return the RAM that this process shares with no other process after importing an engine's modules; 0 where the
+    system does not report it (Linux does).
     """
     importlib.import_module("quire.worker.worker")
     try:

@@ -1,4 +1,4 @@
-"""`quire run MODEL "prompt"`: the prompt from the command line and stdin, and the flags that `ollama run` has."""
+"""Reads the prompt of `quire run MODEL "prompt"` from the command line and stdin, and adds flags of `ollama run`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.cli.api_client import ServerError
 from quire.cli.main import Parser
 
 _THINK = ("true", "false", "low", "medium", "high", "max")
-SILENT_SECONDS = 2.0  # without a byte of stdin, before a note says that its end is awaited
+SILENT_SECONDS = 2.0  # seconds without a byte of stdin before a note says that the command waits for its end
 
 
 class PromptParser(Parser):
-    """A parser that takes the words after MODEL, and all after `--`, as the prompt."""
+    """Parses the words after MODEL, and all words after `--`, as the prompt."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -39,14 +39,14 @@ class PromptParser(Parser):
         return result
 
     def unknown(self, arguments: list[str]) -> None:
-        """Take words as the prompt; a flag among them is an error."""
+        """Use words as the prompt; a flag among them is an error."""
         if any(word.startswith("-") and " " not in word and len(word) > 1 for word in arguments):
             super().unknown([word for word in arguments if word.startswith("-")])
         self.words += arguments
 
 
 def _with_value_of_think(arguments: list[str]) -> list[str]:
-    """`--think` may stand alone: it takes the next word only if that is one of its values."""
+    """Give a bare `--think` its value: the next word only if it is one of its values."""
     out: list[str] = []
     for word in arguments:
         if out and out[-1] == "--think":
@@ -58,7 +58,7 @@ def _with_value_of_think(arguments: list[str]) -> list[str]:
 
 
 def add_answer_flags(group: argparse._ActionsContainer) -> None:
-    """Add the flags of `ollama run` that change what is asked for or shown."""
+    """Add the flags of `ollama run` that change the request or the output."""
     group.add_argument("--verbose", action="store_true", help="show tokens and times after each answer")
     group.add_argument("--format", type=_format, metavar="json|SCHEMA", help="answer in JSON, of a schema if it is one")
     group.add_argument(
@@ -78,7 +78,7 @@ def add_flags_without_effect(group: argparse._ActionsContainer) -> None:
 
 
 def warn_without_effect(arguments: argparse.Namespace, ends: bool) -> None:
-    """Say that --keepalive has no effect; `ends`: the server ends with the command."""
+    """Warn that --keepalive has no effect; `ends`: the server ends with the command."""
     if arguments.keepalive is not None:
         why = "the server of this command ends with it" if ends else "the model stays loaded"
         print(f"WARNING --keepalive: no effect: {why}", file=sys.stderr)
@@ -105,7 +105,7 @@ def _format(text: str) -> dict[str, Any]:
 
 
 def one_prompt(arguments: argparse.Namespace) -> str | None:
-    """Return the prompt to answer once: stdin, if it is no terminal, then the words. None: a conversation is wanted.
+    """Return the prompt to answer once: stdin, if it is no terminal, then the words. None: start a conversation.
 
     Raises ServerError if there is no text, or stdin has bytes that are not UTF-8.
     """
@@ -122,7 +122,7 @@ def one_prompt(arguments: argparse.Namespace) -> str | None:
 
 def _stdin_text(has_prompt: bool) -> str:
     file = getattr(sys.stdin, "buffer", None)
-    if file is None:  # a file of text, in a test
+    if file is None:  # tests replace stdin by a text file
         return sys.stdin.read()
     try:
         if has_prompt and not select.select([file], [], [], SILENT_SECONDS)[0]:

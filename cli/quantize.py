@@ -1,4 +1,4 @@
-"""`quire quantize`: write a quantized copy of a model, which quire and vLLM load."""
+"""Implements `quire quantize`, which writes a quantized copy of a model for quire and vLLM."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _bar(bar: StartProgress) -> Callable[[float], None] | None:
 
 @contextmanager
 def _emptied_on_failure(out: Path) -> Iterator[None]:
-    """Makes the folder `out`; if the block fails or is interrupted, all is as before."""
+    """Make the folder `out`; if the block fails or is interrupted, restore the previous state."""
     made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -136,7 +136,7 @@ def _texts(args, folder: str):
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read --calibration {args.calibration}: {error}") from error
     tokenizer = Tokenizer.load(folder)
-    added = tokenizer.encode("")  # BOS, if the tokenizer adds one; maybe EOS
+    added = tokenizer.encode("")  # BOS if the tokenizer adds one, possibly EOS
     cut = importlib.import_module("quire.worker.quantize.stages").cut
     ids = tokenizer.encode(text, add_special_tokens=False)
     return cut(ids, args.sequence_length, args.num_samples, added[0] if added else None)

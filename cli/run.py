@@ -1,4 +1,4 @@
-"""`quire run [MODEL] [PROMPT]`: one answer, or a chat, in one command: with the server that has the model, or with one
+"""Implements `quire run [MODEL] [PROMPT]`: one answer, or a chat, with the server that has the model or with a new one
 that ends with the command.
 """
 
@@ -30,12 +30,12 @@ from quire.configs.config import Config
 from quire.configs.sources import Settings
 from quire.server.startup.model_names import accepted_names, served_names
 
-FIND_TIMEOUT = 2.0  # seconds for a server to tell its models
+FIND_TIMEOUT = 2.0  # seconds for a server to list its models
 POLL_SECONDS = 0.1
 END_TIMEOUT = 15.0  # seconds for our server to end
 _PR_SET_PDEATHSIG = 1
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-_PLACE = ("host", "port")  # settings that say where the server is, or shall be
+_PLACE = ("host", "port")  # settings of the server's address
 _USELESS = ("uds", "address_file")
 
 
@@ -44,9 +44,9 @@ def main(argv: list[str]) -> int:
     parser = PromptParser(
         prog="quire run",
         usage="quire run [MODEL] [PROMPT ...] [flags]",
-        description="Answer PROMPT once, or chat without one: by the server that serves the model already, or by one "
-        "that ends with the command. Text of a pipe or file on stdin goes before PROMPT; only the answer goes to "
-        f"stdout. Takes the flags of `quire serve` (--help-all). In a chat: {HELP}.",
+        description="Answer PROMPT once, or chat without one: with the server that already serves the model, or "
+        "with one that ends with the command. Text of a pipe or file on stdin goes before PROMPT; only the answer goes "
+        f"to stdout. Takes the flags of `quire serve` (--help-all). In a chat: {HELP}.",
     )
     group = parser.add_argument_group("Chat")
     group.add_argument("--url", "--base-url", metavar="URL", help="chat with this server, and start none")
@@ -75,7 +75,7 @@ def _refuse_useless(parser: Parser, settings: Settings, url: str | None) -> None
 
 
 def _end_on_signals() -> None:
-    """SIGTERM and SIGHUP leave by an exception, so that our server ends.
+    """Turn SIGTERM and SIGHUP into an exception, so that our server ends.
 
     Python runs a handler between two instructions. A signal that comes just before input() waits would be seen after
     the next key only, so a thread sends it to the main thread again until the handler ran.
@@ -95,7 +95,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def _insist(wakeup: int, main_thread: int) -> None:
-    """Send each signal that `wakeup` tells of to the main thread until `_end` ran."""
+    """Send each signal that `wakeup` reports to the main thread until `_end` ran."""
     while True:
         number = os.read(wakeup, 1)[0]
         while number in _ENDING and signal.getsignal(number) is _end:
@@ -126,7 +126,7 @@ def _run(arguments: argparse.Namespace, settings: Settings) -> None:
 
 
 def _print_unused_flags(settings: Settings) -> None:
-    """Name the flags that a server which runs already does not see."""
+    """Print the flags that have no effect on a server that runs already."""
     used = {"model", "served_model_name", "api_key", *_PLACE}
     names = [name for name, source in settings.sources.items() if source == "command line" and name not in used]
     if names:
@@ -135,8 +135,8 @@ def _print_unused_flags(settings: Settings) -> None:
 
 
 def find_server(config: Config, key: str | None, any_model: bool, insecure: bool) -> tuple[Server, str] | None:
-    """Return the server at host and port of the settings and its name of the model, if one runs there and has the
-    model. `any_model`: the user named none.
+    """Return the server at host and port of the settings and its name for the model, if one runs there and has the
+    model. `any_model`: the user named no model.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.server.host, config.server.host)
     has_tls = config.server.ssl_certfile is not None
@@ -147,7 +147,7 @@ def find_server(config: Config, key: str | None, any_model: bool, insecure: bool
             with server.request("GET", "/models") as response:
                 names = [model["id"] for model in json.load(response)["data"]]
         except (ServerError, ValueError, KeyError, TypeError):
-            continue  # none there, or none for us: start our own
+            continue  # no server there, or one that refuses us: start our own
         wanted = {*served_names(config), *accepted_names(config)}
         wanted |= {same_model(name, names) for name in wanted}
         name = next((name for name in names if any_model or name in wanted), None)
@@ -157,8 +157,8 @@ def find_server(config: Config, key: str | None, any_model: bool, insecure: bool
 
 @contextlib.contextmanager
 def _started(settings: Settings) -> Iterator[str]:
-    """The URL of a server of our own, which ends with the block. It listens at the host and port of the settings, else
-    on a free port of this machine. Raises ServerError if it cannot start.
+    """Start a server that ends with the block, and yield its URL. It listens at the host and port of the settings, else
+    on a free port. Raises ServerError if it cannot start.
     """
     with tempfile.TemporaryDirectory(prefix="quire-run-") as folder, tempfile.TemporaryFile() as log:
         address_file, file = Path(folder, "address"), Path(folder, "settings.yaml")
@@ -196,7 +196,7 @@ def _started(settings: Settings) -> Iterator[str]:
 
 
 def _end_with_parent() -> None:
-    """In the child: SIGTERM when `quire run` is killed."""
+    """Have the kernel send the child SIGTERM when `quire run` is killed."""
     platforms.signal_at_parents_end(signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""`quire run-batch -i in.jsonl -o out.jsonl`: answer the requests of a file, as /v1/batches does, and end.
+"""Implements `quire run-batch -i in.jsonl -o out.jsonl`, which answers the requests of a file as /v1/batches does.
 
 State is kept in a folder next to the output until the output is complete: after an interruption, kill -9 included, the
 same command goes on with the requests that have no answer yet.
@@ -35,7 +35,7 @@ class _Key(msgspec.Struct):
 
 
 class Failure(Exception):
-    """The run cannot go on; the message says why."""
+    """Raised when the run cannot continue. The message says why."""
 
 
 def main(argv: list[str]) -> int:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def _batches(store: Store, arguments: argparse.Namespace) -> list[Batch]:
-    """One batch per endpoint: those of an earlier run over the same input, or new ones."""
+    """Return one batch per endpoint: those of an earlier run over the same input, or new ones."""
     with open(arguments.input_file, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     earlier = [
@@ -95,7 +95,7 @@ def _batches(store: Store, arguments: argparse.Namespace) -> list[Batch]:
 
 
 def _keys(path: Path) -> Iterator[tuple[_Key, bytes]]:
-    """The requests of a file, in order."""
+    """Yield the requests of a file, in order."""
     decode = msgspec.json.Decoder(_Key).decode
     with open(path, "rb") as file:
         for number, text in enumerate(file, start=1):
@@ -133,7 +133,7 @@ def _num_done(batch: Batch) -> int:
 
 
 def _pause(server: ServerProcess) -> None:
-    """Raises Failure if the server has ended."""
+    """Wait a little. Raises Failure if the server has ended."""
     time.sleep(POLL_SECONDS)
     if server.process.poll() is not None:
         raise Failure(f"the server ended with status {server.process.returncode}:\n{server.log_tail()}")

@@ -1,4 +1,4 @@
-"""Reads what a user types: lines with editing and history, and messages of several lines."""
+"""Reads lines that a user types, with editing and history, and messages of several lines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ QUOTES = '"""'
 
 
 def read_messages(prompt: str) -> Iterator[str]:
-    """Messages from the terminal or from stdin: a line; lines that end in a backslash and the next one; or the lines
-    between two times three quotation marks. Ctrl-C drops an incomplete one.
+    """Yield messages from the terminal or stdin: a line; lines that end with a backslash and the next one; or the lines
+    between a pair of triple quotation marks. Ctrl-C drops an incomplete one.
     """
     message = _Message()
     for line in read_lines(lambda: "... " if message.lines or message.quoted else prompt):
@@ -32,7 +32,7 @@ class _Message:
         self.quoted = False
 
     def take(self) -> str:
-        """The message; the next one begins."""
+        """Return the message and begin the next one."""
         text, self.quoted = "\n".join(self.lines).strip("\n"), False
         self.lines.clear()
         return text
@@ -52,7 +52,7 @@ class _Message:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Ctrl-C ends the block, not the program."""
+    """Let Ctrl-C end the block, not the program."""
     try:
         yield
     except KeyboardInterrupt:
@@ -60,8 +60,8 @@ def stoppable() -> Iterator[None]:
 
 
 def read_lines(prompt: Callable[[], str]) -> Iterator[str | None]:
-    """Lines from the terminal, with editing and history if readline exists, until Ctrl-D; None for Ctrl-C, which clears
-    the line.
+    """Yield lines from the terminal, with editing and history if readline exists, until Ctrl-D; None for Ctrl-C, which
+    clears the line.
 
     Without a terminal: lines of stdin.
     """
@@ -80,15 +80,15 @@ def read_lines(prompt: Callable[[], str]) -> Iterator[str | None]:
 
 
 def history_file() -> Path:
-    """$XDG_STATE_HOME/quire/history, by default below ~/.local/state."""
+    """Return $XDG_STATE_HOME/quire/history, by default below ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(state, "quire", "history")
 
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Keep what was typed for the next conversation, readable by the user alone. A history that cannot be read or
-    written is left out.
+    """Keep the typed lines for the next conversation, readable by the user alone. A file that cannot be read or written
+    is skipped.
     """
     try:
         import readline
@@ -111,7 +111,7 @@ def _history() -> Iterator[None]:
 
 
 def print_truncation(finish_reason: str | None, max_tokens: int | None) -> None:
-    """Say that an answer was cut."""
+    """Print that an answer was cut."""
     if finish_reason == "length":
         limit = f"{max_tokens} tokens" if max_tokens else "the server's limit"
         print(f"[stopped at {limit} or the end of the context; --max-tokens sets it]", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Tokens and times of an answer, as `--verbose` shows them."""
+"""Measures tokens and times of an answer for `--verbose`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Timings:
-    """Measured here, from the request to the last chunk; the tokens are the server's count."""
+    """Measures the time from the request to the last chunk; token counts are the server's."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -16,7 +16,7 @@ class Timings:
         self.usage: dict[str, Any] = {}
 
     def observe(self, chunk: dict[str, Any]) -> None:
-        """Take note of a chunk of the answer."""
+        """Record a chunk of the answer."""
         self.usage = chunk.get("usage") or self.usage
         if self.first is None and any(choice.get("delta") for choice in chunk.get("choices", ())):
             self.first = time.monotonic()

@@ -1,4 +1,4 @@
-"""`quire transcribe FILE...`: write what audio files say, without a server."""
+"""Implements `quire transcribe FILE...`, which transcribes audio files without a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="quire transcribe",
         usage="quire transcribe FILE... [flags]",
-        description="Write what audio files say. A progress bar is shown on stderr.",
+        description="Write the text of audio files. A progress bar is shown on stderr.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="WAV; with the extra `audio` also mp3, m4a, webm ...")
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"a Whisper model (default: {DEFAULT_MODEL})")

@@ -1,7 +1,8 @@
-"""`python -m tools.api_examples`: records, for every route, a request and a running server's answer, as the
-examples of the OpenAPI document (server/examples.json). Servers of the embedded model answer; classes and infilling
-come from its layers with random weights. The Whisper model in WHISPER_MODEL hears the WAV file SPEECH; without these
-variables its examples stay as they are.
+"""Records a request and a running server's answer for every route: `python -m tools.api_examples`.
+
+The examples are part of the OpenAPI document (server/examples.json). Servers of the embedded model answer; classes and
+infilling come from its layers with random weights. The Whisper model in WHISPER_MODEL hears the WAV file SPEECH;
+without these variables its examples stay as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ UPLOAD = (
 ).encode()
 BATCH = {"input_file_id": "{file}", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 ADAPTER = {"lora_name": "later", "lora_path": "{adapters}/style"}
-_FILLED = (BATCH["input_file_id"], ADAPTER["lora_path"])  # values in which a name in braces stands for a kept one
+_FILLED = (BATCH["input_file_id"], ADAPTER["lora_path"])  # values in which a name in braces stands for a kept value
 RANK = 2
 
 
@@ -72,6 +73,10 @@ MORE = [
     _get("/v1/messages/batches/{many}/results"),
     _delete("/v1/messages/batches/{many}"),
     _post("/api/generate", {"model": "quire-tiny", "prompt": "Hello", "stream": False, "options": {"num_predict": 3}}),
+    _post("/v1/completions/render", {"prompt": ["Hello", " you"]}),
+    *(_get(path) for path in ("/get_server_info", "/health_generate", "/is_sleeping", "/kv_event_sources")),
+    _post("/scale_elastic_ep", {"new_data_parallel_size": 1}),
+    _post("/is_scaling_elastic_ep", None),
     _get("/tokenizer_info"),
     _post("/lora-adapters", [{"id": 0, "scale": 0.5}]),
     _post("/v1/load_lora_adapter", ADAPTER),
@@ -120,7 +125,7 @@ def main() -> None:
 
 
 def heard(place: Path) -> dict[str, dict[str, Any]]:
-    """Return the examples of routes that hear, recorded if the variables name a model and a file."""
+    """Return the examples of audio routes, recorded if the variables name a model and a file."""
     model, speech, found = os.environ.get("WHISPER_MODEL"), os.environ.get("SPEECH"), {}
     if model is None or speech is None:
         before = json.loads(EXAMPLES.read_text(encoding="utf-8"))
@@ -170,7 +175,7 @@ def write_adapter(folder: Path) -> None:
 
 @contextlib.contextmanager
 def running(model: str, place: Path, *flags: str) -> Iterator[str]:
-    """Yield the URL of a server, which ends with the block."""
+    """Run a server during the block; yields its URL."""
     address, log = place / "address", place / "log"
     command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--address-file", str(address)]
     with log.open("wb") as output:
@@ -209,7 +214,7 @@ def record(url: str, examples: list[Example], kept: dict[str, str], found: dict[
 
 
 def asked_patiently(url: str, method: str, path: str, body: Any) -> tuple[int, str, str]:
-    """`ask`, again while a batch that must have ended runs."""
+    """Ask again while a batch that the example needs still runs."""
     for _ in range(100):
         answer = ask(url, method, path, body)
         if answer[0] == 200 or not path.startswith(("/v1/messages/batches/", "/v1/files/")):
@@ -219,7 +224,7 @@ def asked_patiently(url: str, method: str, path: str, body: Any) -> tuple[int, s
 
 
 def route_of(path: str, routes: dict[str, Any]) -> str:
-    """Return the route in the document that a path is of: the one with the most literal parts."""
+    """Return the route in the document that matches a path: the one with the most literal parts."""
     parts = path.partition("?")[0].split("/")
     fitting = [
         route
@@ -231,7 +236,7 @@ def route_of(path: str, routes: dict[str, Any]) -> str:
 
 
 def ask(url: str, method: str, path: str, body: Any = None) -> tuple[int, str, str]:
-    """(status, media type, text) of the answer; 0 if there is none."""
+    """Return (status, media type, text) of the answer; 0 if there is none."""
     if isinstance(body, bytes):
         data, kind = body, f"multipart/form-data; boundary={FRAME}"
     else:
@@ -248,7 +253,7 @@ def ask(url: str, method: str, path: str, body: Any = None) -> tuple[int, str, s
 
 
 def shortened(value: Any) -> Any:
-    """Return an answer with fewer numbers, entries and lines."""
+    """Shorten the numbers, entries and lines of an answer."""
     match value:
         case str():
             lines = value.splitlines(keepends=True)

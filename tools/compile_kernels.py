@@ -1,7 +1,8 @@
-"""Compiles every Triton kernel for GPUs that need not be there, by running the functions that launch them and compiling
-instead of launching, and reports what each takes of a multiprocessor.
+"""Compiles every Triton kernel for GPUs that this machine may lack, and reports the resources that each kernel takes.
+Runs the functions that launch them and compiles instead of launching.
 
 python -m tools.compile_kernels [--capability 80 --capability 90 --capability 100] [--part experts] [--first]
+python -m tools.compile_kernels --cache DIR [--capability 90]     compiles for servers with TRITON_CACHE_DIR=DIR
 
 Needs Triton and the ptxas that it brings; not with TRITON_INTERPRET set. Prints a line per variant of a kernel:
 registers of a thread, bytes that do not fit into registers (spills), shared memory of a block. Exits with 1 if a kernel
@@ -20,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.worker.cuda.kernels import limits
@@ -48,9 +50,12 @@ TYPES = {
 }
 
 
+_LAUNCH = JITFunction.run
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The resources of a kernel's variant: registers per thread, bytes of spills per thread and of shared memory."""
+    """Records the resources of a kernel's variant: registers and spilled bytes per thread, bytes of shared memory."""
 
     name: str
     variant: str
@@ -67,7 +72,7 @@ class Compiled:
         )
 
     def faults(self, capability: int) -> list[str]:
-        """Reasons why the variant is slow or cannot run."""
+        """Return reasons why the variant is slow or cannot run."""
         limit = limits.KNOWN[capability].shared
         faults = [f"spills {self.spills} bytes"] if self.spills else []
         return faults + ([f"takes {self.shared} of {limit} bytes of shared memory"] if self.shared > limit else [])
@@ -103,14 +108,53 @@ def compile_launches(capability: int, found: Callable[[Compiled], None], first_o
         cached.write(result)
         found(result)
 
+    _compile_by(run, capability)
     knobs.compilation.always_compile = True  # a kernel from the cache has no log
     knobs.nvidia.dump_ptxas_log = True
+
+
+def fill_cache(folder: str, capability: int, found: Callable[[str], None]) -> None:
+    """Let every later launch in this process compile its kernel for `capability` into Triton's cache in `folder`, where
+    a server with TRITON_CACHE_DIR set to it finds the same variant. Its name is passed to `found`.
+    """
+
+    def run(kernel: JITFunction, *args, grid, warmup, **kwargs):
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+        if compiled is not None and id(compiled) not in seen:
+            seen[id(compiled)] = compiled
+            found(kernel.__name__)
+
+    seen: dict[int, object] = {}
+    launch = _LAUNCH
+    _compile_by(run, capability)
+    knobs.cache.dir = folder
+    driver.set_active(_Absent(capability))
+
+
+class _Absent:
+    """Stands in for Triton's driver where there is no GPU, as far as compiling needs one."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # kernels remember their variants by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile_by(run: Callable[..., None], capability: int) -> None:
+    """Let launches call `run` and see the limits of a GPU of `capability`."""
     limits.for_device = lambda device: limits.KNOWN[capability]
     JITFunction.run = run
 
 
 class _Cached:
-    """The result of a variant in a file of Triton's cache, whose name depends on all that it depends on."""
+    """Keeps the result of a variant in a file of Triton's cache, named by a hash of all inputs."""
 
     def __init__(self, kernel: JITFunction, capability: int, key: tuple) -> None:
         parts = kernel.cache_key, triton.__version__, capability, *key
@@ -130,7 +174,7 @@ class _Cached:
 
 
 def _specialized(kernel: JITFunction, values: dict) -> tuple[dict, dict, dict]:
-    """(signature, constants, attributes) of a launch with the arguments `values`, as Triton specializes it."""
+    """Return (signature, constants, attributes) of a launch with the arguments `values`, as Triton specializes it."""
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         name, value = parameter.name, values[parameter.name]
@@ -150,12 +194,22 @@ def _specialized(kernel: JITFunction, values: dict) -> tuple[dict, dict, dict]:
 
 
 def read_log(log: str) -> tuple[int, int]:
-    """(registers per thread, bytes spilled) of `ptxas -v`. Raises ValueError if the log does not have them."""
+    """Return (registers per thread, bytes spilled) of `ptxas -v`. Raises ValueError if the log does not have them."""
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if registers is None or spills is None:
         raise ValueError(f"not a log of ptxas -v: {log!r}")
     return int(registers[1]), max(map(int, spills.groups()))
+
+
+def _fill(folder: str, capabilities: Iterable[int], parts: Iterable[Callable[[], None]]) -> int:
+    for capability in capabilities:
+        names: list[str] = []
+        fill_cache(folder, capability, names.append)
+        for part in parts:
+            part()
+        print(f"sm_{capability}: {len(names)} variants of {len(set(names))} kernels in {folder}", flush=True)
+    return 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -164,7 +218,10 @@ def main(argv: Sequence[str]) -> int:
     parts = {part.__name__: part for part in PARTS}
     parser.add_argument("--part", action="append", choices=parts, help="default: all of them")
     parser.add_argument("--first", action="store_true", help="the first variant of each kernel only")
+    parser.add_argument("--cache", metavar="DIR", help="fill Triton's cache in DIR instead of reporting")
     arguments = parser.parse_args(argv)
+    if arguments.cache:
+        return _fill(arguments.cache, arguments.capability or limits.KNOWN, [parts[n] for n in arguments.part or parts])
     faults: list[str] = []
     for capability in arguments.capability or limits.KNOWN:
 

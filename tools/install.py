@@ -1,4 +1,4 @@
-"""`python tools/install.py VENV [EXTRA]`: create the virtual environment VENV and install quire and EXTRA into it.
+"""Creates the virtual environment VENV and installs quire and EXTRA: `python tools/install.py VENV [EXTRA]`.
 
 One line per phase goes to the terminal. The full output of pip goes to VENV/install.log, and to the terminal when an
 installation fails. pip reads its PIP_* variables as always (PIP_EXTRA_INDEX_URL for another build of PyTorch, for
@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
-SERVING = "files"  # the extra that every installation gets
-LARGE_MB = 20.0  # a download from this size on gets a line
+SERVING = "files"  # the extra of every installation
+LARGE_MB = 20.0  # minimum size of a download that gets a line
 QUIET_SECONDS = 15.0  # after this long without a line, report what pip is doing
 _DOWNLOAD = re.compile(r"\s*(?:Downloading|Using cached) (?:\S*/)?([^\s/]+) \(([\d.]+) (MB|GB)\)")
 _STEP = re.compile(r"\s*(?:Collecting|Downloading|Building|Preparing|Getting|Installing) ")
@@ -31,7 +31,7 @@ _STEP = re.compile(r"\s*(?:Collecting|Downloading|Building|Preparing|Getting|Ins
 class KernelBuild:
     """Compiles the native CPU kernels for this CPU while pip downloads, so that the first answer is fast.
 
-    It changes nothing if they are there, if there is no compiler, or if another process compiles them.
+    Does nothing if they exist, if there is no compiler, or if another process compiles them.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class KernelBuild:
 
 
 class InstallError(Exception):
-    """The installation failed; the text gives the reason and the remedy."""
+    """Raised when the installation fails; the text has the reason and the remedy."""
 
 
 class Installer:
@@ -85,7 +85,7 @@ class Installer:
         self.marker = venv / ".installing"
 
     def run(self) -> None:
-        """Raises InstallError."""
+        """Run all phases. Raises InstallError."""
         self._create_venv()
         was_interrupted = self.marker.exists()
         self.marker.touch()
@@ -104,19 +104,23 @@ class Installer:
         say(note_on_torch(self.venv))
 
     def _create_venv(self) -> None:
-        if (
-            self.python.exists()
-            and subprocess.run([self.python, "-m", "pip", "--version"], capture_output=True, check=False).returncode
-            == 0
-        ):
+        if self._runs("-m", "pip", "--version"):
             return
-        say(f"creating a virtual environment in {self.venv}")
-        result = subprocess.run([sys.executable, "-m", "venv", self.venv], capture_output=True, text=True, check=False)
+        # one whose interpreter was removed, by an upgrade for example: its packages are for that one
+        stale = ["--clear"] if (self.venv / "pyvenv.cfg").exists() and not self._runs("--version") else []
+        say(f"creating a virtual environment in {self.venv}{': its Python does not run' if stale else ''}")
+        command = [sys.executable, "-m", "venv", *stale, self.venv]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            raise InstallError(
-                f"{result.stdout}{result.stderr}cannot create a virtual environment in {self.venv}; "
-                "on Debian and Ubuntu, apt-get install python3-venv"
-            )
+            output = f"{result.stdout}{result.stderr}"
+            remedy = "; on Debian and Ubuntu, apt-get install python3-venv" if "ensurepip" in output else ""
+            raise InstallError(f"{output}cannot create a virtual environment in {self.venv}{remedy}")
+
+    def _runs(self, *arguments: str) -> bool:
+        try:
+            return subprocess.run([self.python, *arguments], capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False
 
     def _pip(self, title: str, arguments: list[str]) -> None:
         """Call `pip install`. Raises InstallError with its output."""
@@ -147,7 +151,7 @@ class Installer:
                 self.marker.unlink()  # pip had not changed the environment yet
             reason = (
                 ": the package index did not answer" if "Retrying (" in output else ""
-            )  # pip's last words are about conflicting versions then
+            )  # pip's last lines then name conflicting versions
             raise InstallError(
                 f"{output[-6000:]}\ncannot install {title}{reason} "
                 f"(the output of pip is above, all of it in {self.venv}/install.log)"
@@ -183,9 +187,7 @@ class Installer:
 
 
 def without_dependencies(extras: str) -> list[str]:
-    """Return the packages of `extras` (separated by commas) that pyproject.toml wants without those that they
-    require.
-    """
+    """Return the packages of `extras` (separated by commas) that pyproject.toml wants without their dependencies."""
     import tomllib  # needs Python 3.11, which main() has checked
 
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["quire"]
@@ -193,7 +195,7 @@ def without_dependencies(extras: str) -> list[str]:
 
 
 def read_lines(process: subprocess.Popen, lines: queue.Queue[str | None]) -> None:
-    """Pass on the output of `process` line by line, then None."""
+    """Put each line of the output of `process` into `lines`, then None."""
     for line in process.stdout:
         lines.put(line)
     lines.put(None)

@@ -1,6 +1,5 @@
-"""The launches that `tools/compile_kernels.py` compiles: every Triton kernel, called by the functions that launch it,
-with the shapes of real models; the first launch of a kernel is the one that needs most registers of those that every
-model has.
+"""Launches every Triton kernel with the shapes of real models, for `tools/compile_kernels.py`. The first launch of a
+kernel is the one that needs the most registers among those of every model.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from quire.worker.cuda.kernels import (
     triton_dequantize,
     triton_experts,
     triton_experts_fp8,
+    triton_fixed,
     triton_fp8,
     triton_lora,
     triton_mla,
@@ -24,6 +24,7 @@ from quire.worker.cuda.kernels import (
     triton_routing,
     triton_sampler,
     triton_scaled,
+    triton_state_rows,
     triton_states,
     triton_step,
     triton_tiles,
@@ -34,11 +35,12 @@ from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 from quire.worker.layers.rounding import Rounding
 from quire.worker.layers.state import Span, StateStep
+from quire.worker.layers.states.delta_rule import DeltaHeads
 from quire.worker.spec.moe import RoutingSpec
 
 
 def attention() -> None:
-    """bf16 in its usual shapes (Llama 3.1, Qwen3, decode and prefill, splits), and the less common features once."""
+    """Launch bf16 attention in usual shapes (Llama 3.1, Qwen3, decode and prefill, splits), other features once."""
     cases = [  # query lens, heads, kv heads, dim, page, window, soft cap, splits
         ([3, 70], 32, 8, 128, 16, None, None, None),
         ([1] * 9, 32, 8, 128, 16, None, None, 1),
@@ -65,7 +67,7 @@ def attention() -> None:
 
 
 def eight_bits() -> None:
-    """Keys and values in int8 and e4m3: stored by themselves and after norms and rotation, and attended to."""
+    """Launch the storing of keys and values in int8 and e4m3, with and without norms and rotation, and attention."""
     slots = torch.arange(70)
     for kind, constant in ((torch.int8, False), (torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True)):
         scales = torch.ones(() if constant else (9, 16, 8)).expand(9, 16, 8)
@@ -81,8 +83,8 @@ def eight_bits() -> None:
 
 
 def latent_attention() -> None:
-    """DeepSeek V3's and MiniCPM3's sizes, decode with and without splits and a chunk, also in 8 bits; and expanded keys
-    and values.
+    """Launch MLA in the sizes of DeepSeek V3 and MiniCPM3: decode with and without splits, a chunk, 8 bits, and
+    expanded keys and values.
     """
     for query_lens, heads, rank, rope, splits in (
         ([1] * 9, 128, 512, 64, 1),
@@ -96,6 +98,11 @@ def latent_attention() -> None:
         in_8_bits = (ScaledLatents(cache.to(kind), scales, rank) for kind in (torch.int8, torch.float8_e4m3fn))
         for latents in (cache, *in_8_bits):
             triton_mla.latent_attention(q, latents, rank, table, starts, lens, max(query_lens), 0.1, splits)
+        angles, places = torch.zeros(64, rope), torch.zeros(len(q), dtype=torch.int64)
+        triton_mla.rotate_tails(torch.zeros(len(q), heads, 128 + rope, dtype=torch.bfloat16), angles, places)
+        stored = torch.zeros(len(q), 1536 + rank + rope, dtype=torch.bfloat16)[:, 1536:]
+        pages = torch.zeros(3, 16, 1, rank + rope, dtype=torch.bfloat16)
+        triton_mla.write_latents(stored, torch.zeros(rank), 1e-6, angles, places, pages, places)
     q, k, v = (torch.zeros(70, 16, dim, dtype=torch.bfloat16) for dim in (192, 192, 128))
     starts, table = torch.tensor([0, 70]).int(), torch.zeros(1, 40, dtype=torch.int32)
     triton_paged.paged_attention(q, k[None, :16], v[None, :16], table, starts, starts[1:], 70, 0.1)
@@ -123,7 +130,7 @@ def operations() -> None:
 
 
 def step() -> None:
-    """Decode of 256 requests with a context of 4096, next to a prompt."""
+    """Return a step that decodes 256 requests with a context of 4096 and prefills a prompt."""
     buffers = InputBuffers(256, 8192, 256, torch.device("cpu"))
     for lengths in ([1] * 250, [1] * 250 + [4096]):
         tensors = buffers.of_step(256, sum(lengths) + 256 - len(lengths), 256)
@@ -145,7 +152,7 @@ def sampler() -> None:
 
 
 def routing() -> None:
-    """Qwen3-30B-A3B, gpt-oss and DeepSeek V3, with the tiles of decode and of prompts."""
+    """Launch the routing of Qwen3-30B-A3B, gpt-oss and DeepSeek V3, with the tiles of decode and of prompts."""
     for spec in (
         RoutingSpec(128, 8, weights="normalized"),
         RoutingSpec(32, 4, "logits", "softmax", bias=True),
@@ -159,7 +166,7 @@ def routing() -> None:
 
 
 def experts() -> None:
-    """Qwen3-30B-A3B in decode and prefill, and gpt-oss."""
+    """Launch the experts of Qwen3-30B-A3B in decode and prefill, and of gpt-oss."""
     for tokens, num, hidden, size, top_k, activation in (
         (4096, 128, 2048, 768, 8, "silu"),
         (1024, 128, 2048, 768, 8, "silu"),
@@ -198,7 +205,7 @@ def stack_of(kind: str, shape: tuple[int, int, int]) -> triton_experts.Stack:
 
 
 def quantized() -> None:
-    """Decode and prefill with the weights of Qwen3-8B's MLP."""
+    """Launch decode and prefill with the weights of Qwen3-8B's MLP."""
     for rows in (48, 8, 32, 1024):
         x, scales = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(12288, 32, dtype=torch.float16)
         values, codes = torch.zeros(12288, 4096, dtype=torch.int8), torch.zeros(12288, 2048, dtype=torch.uint8)
@@ -234,7 +241,7 @@ def quantized() -> None:
 
 
 def floats8() -> None:
-    """FP8 in blocks of 128 x 128: Qwen3-8B's MLP and the experts of Qwen3-30B-A3B, with the rounding for them."""
+    """Launch FP8 in blocks of 128 x 128: Qwen3-8B's MLP and the experts of Qwen3-30B-A3B, with their rounding."""
     for rounding in (Rounding(128), Rounding()):
         x = torch.zeros(20, 4096, dtype=torch.bfloat16)
         triton_fp8.round_rows(x, rounding)
@@ -256,7 +263,7 @@ def floats8() -> None:
 
 
 def adapters() -> None:
-    """Two adapters of rank 16 for q, k and v of Qwen3-8B."""
+    """Launch two adapters of rank 16 for q, k and v of Qwen3-8B."""
     x = torch.zeros(9, 4096, dtype=torch.bfloat16)
     spans = [slice(0, 4096), slice(4096, 5120), slice(5120, 6144)]
     parts = [
@@ -272,8 +279,17 @@ def adapters() -> None:
     triton_lora.add_slots(x, out, slots, lora.slots)
 
 
+def fixed() -> None:
+    """Launch the products of `--deterministic`: Qwen3-8B's MLP, and the heads of DeepSeek V3."""
+    x = torch.zeros(70, 4096, dtype=torch.bfloat16)
+    triton_fixed.multiply(x, torch.zeros(12288, 4096, dtype=x.dtype))
+    triton_fixed.multiply(x.float()[:, :2048], torch.zeros(128, 2048))
+    w_k = torch.zeros(16, 128, 512, dtype=torch.bfloat16)
+    triton_fixed.multiply_heads(torch.zeros(9, 16, 128, dtype=torch.bfloat16), w_k.transpose(1, 2))
+
+
 def states() -> None:
-    """The mixers of LFM2 and Qwen3.5, Kimi-Linear, Nemotron 3 and Falcon-H1, and Falcon-Mamba."""
+    """Launch the mixers of LFM2 and Qwen3.5, Kimi-Linear, Nemotron 3 and Falcon-H1, and Falcon-Mamba."""
     step = state_step([1] * 3), state_step([3, 1, 70])
     for part in step:
         num = int(part.starts[-1])
@@ -284,7 +300,17 @@ def states() -> None:
         for heads, repeats, dk, decays in ((32, 2, 128, 1), (32, 1, 128, 128)):
             q, v = torch.zeros(num, heads // repeats, dk), torch.zeros(num, heads, dk)
             g, beta, pages = torch.zeros(num, heads, decays), torch.zeros(num, heads), torch.zeros(4, heads, dk, dk)
-            triton_states.gated_delta_rule(q, q, v, g, beta, pages, part)
+            for fixed_order in (False, True):
+                triton_states.gated_delta_rule(q, q, v, g, beta, pages, part, fixed_order=fixed_order)
+        mixed, gates = torch.zeros(num, 8192), torch.zeros(num, 64)
+        triton_state_rows.delta_inputs(mixed, gates, gates[0, :32], gates[0, :32], DeltaHeads(16, 128, 32, False, 1.0))
+        z = torch.zeros(num, 12288, dtype=torch.bfloat16)[:, 8192:]
+        triton_state_rows.gated_norm(torch.zeros(num, 32, 128), z, torch.zeros(128), 1e-6)
+        for size in (16, 128, 4096):
+            rows = torch.zeros(num, size)
+            triton_state_rows.state_norm(rows, rows[0], 1e-6)
+            triton_state_rows.l2_norm(rows)
+            triton_state_rows.square_sums(rows)
         for heads, repeats, dk, dv in ((64, 8, 128, 64), (48, 48, 256, 64)):
             q, v = torch.zeros(num, heads // repeats, dk), torch.zeros(num, heads, dv)
             triton_states.linear_attention(q, q, v, torch.zeros(num, heads), torch.zeros(4, heads, dk, dv), part)
@@ -302,5 +328,5 @@ def state_step(counts: list[int]) -> StateStep:
 
 PARTS = (
     *(operations, step, sampler, attention, eight_bits, latent_attention),
-    *(routing, experts, quantized, floats8, adapters, states),
+    *(routing, experts, quantized, floats8, adapters, states, fixed),
 )

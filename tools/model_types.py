@@ -1,8 +1,8 @@
-"""Write docs/model-types.md, the table of all model types: `python -m tools.model_types`.
+"""Writes docs/model-types.md, the table of all model types: `python -m tools.model_types`.
 
-`model_types.json` has what other programs know: the types of transformers with their architectures, the architectures
-of vLLM and of llama.cpp's converter, and for each type that quire has no file for why transformers' implementation
-cannot run it, "" if it can. To read all that anew, with the newest transformers installed and the sources of the others
+`model_types.json` has the types of transformers with their architectures, the architectures of vLLM and of llama.cpp's
+converter, and for each type without a file of quire's the reason why transformers' implementation cannot run it, ""
+if it can. To update it with the newest transformers installed and the sources of the others
 (vLLM's `model_executor/models/registry.py`, llama.cpp's `conversion/__init__.py`):
 
     python -m tools.model_types VLLM_VERSION REGISTRY_FILE LLAMA_CPP_VERSION CONVERSION_FILE
@@ -28,7 +28,7 @@ MAPPINGS = {
     "images and sound": ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ"),
     "encoders": ("MASKED_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"),
 }
-# dictionaries in vLLM's registry that name other things than models
+# dictionaries in vLLM's registry without models
 _NOT_MODELS = ("_SPECULATIVE", "_TRANSFORMERS", "_PREVIOUSLY", "_OOT", "_VLLM", "_SUBPROCESS")
 _OF_DRAFTERS = ("MTP", "Eagle", "DFlash", "Medusa", "Speculator", "Draft")
 # parts of messages, and the reasons of the table
@@ -39,6 +39,7 @@ _SHORT = {
     "layers attend through": "not every layer attends once through transformers' attention interface",
     "must be a whole number": "its default configuration has an unusual number",
 }
+_VECTORS = "for vectors and classes only"
 _HEAD = """# Every model type
 
 Written by `python -m tools.model_types`. **quire** says how a type is served: by a file of its own in
@@ -65,6 +66,8 @@ def state(names: list[str], why_not: str | None) -> str:
         return f"`{WRAPPERS[wrapper].folder}/{tower}.py`" if tower else "its text"
     if why_not is None:
         return "no: no file for it, and transformers has no language model of it"
+    if why_not == _VECTORS:
+        return f"transformers' implementation, {_VECTORS}"
     return f"no: {why_not}" if why_not else "transformers' implementation"
 
 
@@ -95,7 +98,7 @@ def _mark(program: list[str], names: list[str]) -> str:
 
 
 def types_of_transformers() -> dict[str, tuple[str, list[str]]]:
-    """(kind, architectures) of each type that the installed transformers lists; of several kinds, the first one."""
+    """Return (first kind, architectures) of each type that the installed transformers lists."""
     from transformers.models.auto import modeling_auto as auto
 
     kinds: dict[str, str] = {}
@@ -112,7 +115,14 @@ def types_of_transformers() -> dict[str, tuple[str, list[str]]]:
 
 
 def why_not(model_type: str, names: list[str]) -> str:
-    """Return why transformers' implementation cannot run a type with its default settings, "" if it can."""
+    """Return why transformers' implementation cannot run a type with its default settings, "" if it can; `_VECTORS` if
+    it can run another architecture than the first one.
+    """
+    first, *others = [_why_not(model_type, name) for name in names]
+    return _VECTORS if first and "" in others else first
+
+
+def _why_not(model_type: str, name: str) -> str:
     import transformers
 
     try:
@@ -120,20 +130,20 @@ def why_not(model_type: str, names: list[str]) -> str:
         for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
             if not isinstance(getattr(part, "layer_types", None), list) and hasattr(part, "num_hidden_layers"):
                 part.num_hidden_layers = min(part.num_hidden_layers, 4)
-        config.architectures = names[:1]
+        config.architectures = [name]
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             read_model_spec(folder, "transformers")
     except ValueError as error:
         reason = str(error).split("cannot run with transformers: ")[-1]
         return next((short for start, short in _SHORT.items() if start in reason), reason.replace("|", "/")[:120])
-    except Exception as error:  # a configuration that has no default settings
+    except Exception as error:  # a configuration without default settings
         return f"its default configuration cannot be made ({type(error).__name__})"
     return ""
 
 
 def read_anew(vllm: str, registry: str, llama_cpp: str, conversion: str) -> dict[str, Any]:
-    """Return the contents of `model_types.json` from the installed transformers and the sources of the others."""
+    """Return new contents of `model_types.json`, from the installed transformers and the sources of the others."""
     import transformers
 
     served = {*MODELS, *WRAPPERS, *REFUSED}
@@ -158,7 +168,7 @@ def read_anew(vllm: str, registry: str, llama_cpp: str, conversion: str) -> dict
 
 
 def _tables(path: str) -> Iterator[tuple[str, list[str]]]:
-    """(name, keys) of each dictionary that a Python file assigns."""
+    """Yield (name, keys) of each dictionary that a Python file assigns."""
     for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and isinstance(getattr(node, "value", None), ast.Dict):

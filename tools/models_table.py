@@ -1,4 +1,4 @@
-"""Write docs/models.md from the registry of model families: `python -m tools.models_table`."""
+"""Writes docs/models.md from the registry of model families: `python -m tools.models_table`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from quire.worker.models.describe import cache_kind, has_stages
 from quire.worker.models.registry import DECODERS, ENCODERS, WRAPPERS, build_model, model_class, parse_model_spec
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from tests.helpers.models.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
+from tests.helpers.models.encoders import EMBEDDERS
 from tests.helpers.models.encoders import ENCODERS as TESTED_ENCODERS
 from tests.helpers.models.families import text_types
 from tests.helpers.twins import TWINS
@@ -32,8 +33,8 @@ the memory of a model; `make docs` lists the effect of each key of its files (`m
   do so offline.
 - Other causal models of transformers whose attention goes through its interface run on one device (`--model-impl`):
   transformers computes them over quire's attention, prefix cache, scheduler and linear layers. Those whose layers keep
-  a state in transformers' cache classes (Zaya, and hybrids by `--model-impl transformers`) run one request after
-  another, and later tokens of a prompt one by one: slowly, with a warning.
+  a state in transformers' cache classes (Zamba, hybrids by `--model-impl transformers`) run one request after another,
+  slowly, with a warning. Other encoders and classifiers, of tokens by `/pooling`, run prompt by prompt.
 - [The table of all model types](model-types.md) says how each is served, or why not.
 - Hybrids with recurrent states have the same prefix cache, over checkpoints of their states.
 
@@ -41,7 +42,7 @@ the memory of a model; `make docs` lists the effect of each key of its files (`m
 
 Written by `python -m tools.models_table` from `worker/models/registry.py`: implementation, kinds of caches, experts,
 architectures. Tensor parallelism works for all (the number of ranks divides the heads and the intermediate size),
-pipeline stages for all but encoders (layers that read the caches of others, in Gemma 3n and 4, are on the last stage),
+pipeline stages for all but encoders (layers that read others' caches are on the last stage),
 `--enable-expert-parallel` for those with experts.
 
 """
@@ -61,20 +62,20 @@ sentence-transformers.
 
 Texts for encoders are cut where sentence-transformers cuts them (`max_seq_length`, `model_max_length`) and get lower
 case if `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, longer lists of token ids are 400.
-`dimensions` needs a model that says so (`is_matryoshka`, `matryoshka_dimensions`, `truncate_dim`; Qwen3, Gemma and
+`dimensions` needs a model with it (`is_matryoshka`, `matryoshka_dimensions`, `truncate_dim`; Qwen3, Gemma and
 Nomic embedders), or `--matryoshka`.
 
 """
-_REFUSED = """Refused, with the reason, are models that keep their state elsewhere (xLSTM, RecurrentGemma, RWKV), and
-models whose attention does not go through transformers' interface (BLOOM, GPT-J).
-`python -m tools.recipes` lists which of the 95 recipes for text that vLLM gained since February 2026 are served: 85.
+_REFUSED = """Refused are models that keep their state elsewhere (xLSTM, RecurrentGemma, RWKV) or
+attend outside transformers' interface (BLOOM, GPT-J).
+90 of the 95 recipes for text that vLLM gained since February 2026 are served (`python -m tools.recipes`).
 """
 
 
 def is_tested(architecture: str) -> bool:
-    """Tell whether the tests compare the architecture with a reference."""
+    """Return whether the tests compare the architecture with a reference."""
     if architecture in ENCODERS:
-        return any(architecture.startswith(prefix) for prefix, *_ in TESTED_ENCODERS.values())
+        return any(architecture.startswith(prefix) for prefix, *_ in (TESTED_ENCODERS | EMBEDDERS).values())
     prefixes = {prefix for prefix, _ in (CHECKPOINTS | MOE_CHECKPOINTS).values()}
     tested = text_types() | {make_config()["model_type"] for make_config, *_ in TWINS.values()}
     model_type = model_class(architecture).config_defaults["model_type"]
@@ -82,7 +83,7 @@ def is_tested(architecture: str) -> bool:
 
 
 def _few_experts(layer: LayerSpec) -> LayerSpec:
-    """Return the layer with as few experts as its routing allows: all are alike, and building 512 takes seconds."""
+    """Return the layer with the fewest experts that its routing allows: building 512 takes seconds."""
     if (moe := layer.moe) is None:
         return layer
     routing = moe.routing
@@ -92,7 +93,7 @@ def _few_experts(layer: LayerSpec) -> LayerSpec:
 
 
 def builds(spec: ModelSpec, quantization: str) -> bool:
-    """Tell whether the first layers of the model can be built with `--quantization`."""
+    """Return whether the first layers of the model can be built with `--quantization`."""
     try:
         build_model(
             replace(spec, layers=tuple(map(_few_experts, spec.layers[:2]))),
@@ -130,7 +131,7 @@ def names(architectures: Iterable[str]) -> str:
 
 
 def exceptions(architectures: Iterable[str]) -> str:
-    """Return the sentences on architectures that differ from the rules of the page."""
+    """Return sentences about architectures that differ from the rules of the page."""
     specs = {name: default_spec(name) for name in architectures}
     found = {
         "Not tested": [name for name in specs if not is_tested(name)],
@@ -155,7 +156,7 @@ def page() -> str:
     text = (
         f"Models that read images ([vision.md](vision.md)): {seeing}.\n\n"
         f"Models that transcribe audio ([audio.md](audio.md)): {hearing}.\n\n"
-        f"Models with images or sound of which the text part is served: {text_only}.\n\n"
+        f"Models with images or sound that are served as text only: {text_only}.\n\n"
         f"GGUF files are served of these architectures, by llama.cpp's names: {names(ARCHITECTURES)}.\n\n"
         "Other causal models run in transformers' implementation; compared with it are "
         f"{names(FALLBACK)}. {_REFUSED}"

@@ -1,8 +1,8 @@
-"""Counts the recipes for models of text, of those in vLLM's collection since February 2026, that quire serves:
+"""Counts the recipes for text models in vLLM's collection since February 2026 that quire serves:
 `python -m tools.recipes`.
 
-`recipes.json` has them by names in their config.json: an architecture, of a wrapper also the `model_type` of its text
-part, or, of models that quire has no file for, their `model_type`, for which transformers' implementation may do.
+`recipes.json` has them by names in their config.json: an architecture that quire implements or refuses, for wrappers
+also the `model_type` of the text part, and for the others their `model_type`, which transformers may run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.worker.models.registry import MODELS, WRAPPERS, model_class, parse_model_spec, read_model_spec, tower_class
+from quire.worker.models.registry import (
+    MODELS,
+    REFUSED,
+    WRAPPERS,
+    model_class,
+    parse_model_spec,
+    read_model_spec,
+    tower_class,
+)
 from quire.worker.models.wrappers import text_architecture
 
 RECIPES = Path(__file__).with_name("recipes.json")
@@ -26,15 +34,17 @@ def main() -> None:
 
 
 def results() -> Iterator[tuple[str, bool, str]]:
-    """(recipe, whether it is served, how or why not) of each recipe."""
+    """Yield (recipe, whether it is served, how or why not) of each recipe."""
     for kind, recipes in json.loads(RECIPES.read_text(encoding="utf-8")).items():
         served, how = is_served(kind)
         yield from ((recipe, served, how) for recipe in recipes)
 
 
 def is_served(kind: str) -> tuple[bool, str]:
-    """(whether models of a key of `recipes.json` are served, how or why not)."""
+    """Return (whether models of a key of `recipes.json` are served, how or why not)."""
     name, _, text = kind.partition(" ")
+    if name in REFUSED:
+        return False, f"{name}: {REFUSED[name]}"
     try:
         if name in WRAPPERS:
             architecture = text_architecture(name, {"text_config": {"model_type": text}})

@@ -1,9 +1,9 @@
-"""`python tools/schema_coverage.py SUITE`: which cases of the public JSON Schema Test Suite structured output enforces,
-as a table. SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite.
+"""Prints which cases of the public JSON Schema Test Suite structured output enforces, as a table:
+`python tools/schema_coverage.py SUITE`. SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite.
 
 A case's schema is compiled or refused. If it is compiled, each invalid instance must be rejected; a valid one should be
-accepted, written as compact JSON with the properties in the order of the instance. Objects are as open as JSON Schema
-has them (`additional_properties`). Exits with 1 if an invalid instance
+accepted, written as compact JSON with the properties in the order of the instance. Objects are as open as in JSON
+Schema (`additional_properties`). Exits with 1 if an invalid instance
 is accepted.
 """
 
@@ -28,7 +28,7 @@ BYTES, END = 256, 256
 
 @dataclass
 class Row:
-    """The counts of one keyword."""
+    """Holds the counts of one keyword."""
 
     schemas: int = 0
     refused: int = 0

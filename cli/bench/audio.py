@@ -1,5 +1,5 @@
-"""`quire bench audio`: measure the transcription of files by a running server. The real-time factor is seconds of work
-per second of audio, so less is faster.
+"""Implements `quire bench audio`, which measures transcription by a running server. The real-time factor is seconds of
+work per second of audio: less is faster.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _decode = msgspec.json.Decoder(_Answer).decode
 class Sound:
     name: str
     data: bytes
-    seconds: float | None  # None: the server's answer tells
+    seconds: float | None  # None: read from the server's answer
 
 
 @dataclass(slots=True)
 class Result:
-    """`latency` and `audio` in seconds."""
+    """Records one request; `latency` and `audio` are in seconds."""
 
     latency: float = 0.0
     audio: float = 0.0

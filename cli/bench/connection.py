@@ -1,7 +1,6 @@
-"""A small HTTP/1.1 client for load generation: keep-alive connections over asyncio streams, and event streams.
+"""Implements a small HTTP/1.1 client for load generation, with keep-alive connections and event streams over asyncio.
 
-A benchmark client shares the cores with the server it measures, so it does as little as possible per event: one read,
-one split.
+The client shares the cores with the measured server, so it does as little as possible per event: one read, one split.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ _LINE_LIMIT = 4 * 2**20  # longest header or event line
 
 
 class HttpError(Exception):
-    """The server answered with an error status, or not with HTTP."""
+    """Raised for an error status, or an answer that is not HTTP."""
 
 
 @dataclass(slots=True)
 class Response:
-    """Head of a response; read the body to its end before reusing the connection."""
+    """Holds the head of a response. Read the body to its end before reusing the connection."""
 
     status: int
     headers: dict[str, str]
@@ -83,10 +82,10 @@ class _Connection:
 
 
 class Client:
-    """Requests to one server over a pool of connections."""
+    """Sends requests to one server over a pool of connections."""
 
     def __init__(self, base_url: str, api_key: str | None = None, insecure: bool = False):
-        """`insecure` accepts every certificate. Raises ValueError for a URL that is none."""
+        """Create a client; `insecure` accepts every certificate. Raises ValueError for an invalid URL."""
         url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"--base-url: expected http://HOST:PORT or http://HOST:PORT/v1, got {base_url!r}")
@@ -100,7 +99,7 @@ class Client:
     async def request(
         self, method: str, path: str, body: bytes = b"", content_type: str = "application/json"
     ) -> tuple[Response, _Connection]:
-        """Send one request. Return the connection with `release` after the body was read."""
+        """Send one request. Give the connection back with `release` after reading the body."""
         host = f"{self.host}:{self.port}"
         head = (
             f"{method} {self.path}{path} HTTP/1.1\r\nHost: {host}\r\n{self.authorization}Content-Type: "
@@ -128,7 +127,7 @@ class Client:
             connection.writer.close()
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """(status, body) of a request with a small response."""
+        """Return (status, body) of a request with a small response."""
         response, connection = await self.request(method, path, body)
         try:
             return response.status, await response.read()

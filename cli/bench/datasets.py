@@ -1,4 +1,4 @@
-"""Prompts for measurements. All are made from a seed, so that two servers get the same prompts."""
+"""Makes prompts for measurements from a seed, so that two servers get the same prompts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request: its text, the number of prompt tokens (an estimate without a tokenizer), and the number to
+    """Describes one request: text, number of prompt tokens (an estimate without a tokenizer) and of tokens to
     generate. `images` are data URLs, whose tokens are not counted.
     """
 
@@ -139,13 +139,13 @@ def ratio(text: str) -> float:
 
 
 def make_samples(arguments: argparse.Namespace, encoder: Encoder | None, seed: int) -> list[Sample]:
-    """`num_prompts` samples. Raises ValueError if the dataset needs a tokenizer or file that is missing."""
+    """Return `num_prompts` samples. Raises ValueError if the dataset needs a tokenizer or file that is missing."""
     # a string, because Random ignores the sign of a number
     return DATASETS[arguments.dataset_name](arguments, encoder, random.Random(str(seed)))
 
 
 def random_text(rng: random.Random, num_tokens: int, encoder: Encoder | None) -> str:
-    """Common English words, each one token in most vocabularies; with an encoder exactly `num_tokens` tokens."""
+    """Return common English words, each one token in most vocabularies; with an encoder exactly `num_tokens` tokens."""
     words = " ".join(rng.choice(WORDS) for _ in range(num_tokens))
     if encoder is None:
         return words
@@ -185,7 +185,7 @@ def _random(arguments: argparse.Namespace, encoder: Encoder | None, rng: random.
 
 
 def _random_mm(arguments: argparse.Namespace, encoder: Encoder | None, rng: random.Random) -> list[Sample]:
-    """Random texts with random images after them."""
+    """Return random texts with random images after them."""
     samples = _random(arguments, encoder, rng)
     return [dataclasses.replace(sample, images=random_images(arguments, rng)) for sample in samples]
 

@@ -1,4 +1,4 @@
-"""Random images for the dataset `random-mm`, with vLLM's flags and meanings."""
+"""Makes random images for the dataset `random-mm`, with vLLM's flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIMITS = {"image": 255, "video": 1}
 
 
 def add_image_flags(group: argparse._ArgumentGroup, count: Callable[[str], int]) -> None:
-    """`count` parses numbers that may be 0."""
+    """Add the flags; `count` parses numbers that may be 0."""
     group.add_argument(
         "--random-mm-base-items-per-request",
         type=count,
@@ -66,7 +66,7 @@ def limits(text: str) -> dict[str, int]:
 
 
 def buckets(text: str) -> dict[Bucket, float]:
-    """Probabilities by height and width, without those that are 0."""
+    """Return nonzero probabilities by height and width."""
     found: dict[Bucket, float] = {}
     for key, weight in _mapping(text).items():
         size = _literal(key) if isinstance(key, str) else key
@@ -102,7 +102,7 @@ def _literal(text: str) -> object:
 
 
 def number_range(arguments: argparse.Namespace) -> tuple[int, int]:
-    """The fewest and the most images of a request. Raises ValueError if the limit is below the fewest."""
+    """Return the fewest and the most images of a request. Raises ValueError if the limit is below the fewest."""
     base, ratio = arguments.random_mm_base_items_per_request, arguments.random_mm_num_mm_items_range_ratio
     limit = arguments.random_mm_limit_mm_per_prompt.get("image", 0)
     fewest, most = math.floor(base * (1 - ratio)), min(math.ceil(base * (1 + ratio)), limit)
@@ -115,7 +115,7 @@ def number_range(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def random_images(arguments: argparse.Namespace, rng: random.Random) -> tuple[str, ...]:
-    """The images of one request, as data URLs. Raises ValueError."""
+    """Return the images of one request, as data URLs. Raises ValueError."""
     sizes = arguments.random_mm_bucket_config
     number = rng.randint(*number_range(arguments))
     chosen = rng.choices(list(sizes), list(sizes.values()), k=number)
@@ -123,7 +123,7 @@ def random_images(arguments: argparse.Namespace, rng: random.Random) -> tuple[st
 
 
 def random_image(rng: random.Random, height: int, width: int) -> str:
-    """A JPEG of noise as a data URL, which no cache has seen."""
+    """Return a new JPEG of noise as a data URL, which no cache contains."""
     from PIL import Image
 
     out = io.BytesIO()

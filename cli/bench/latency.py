@@ -1,5 +1,5 @@
-"""`quire bench latency`: the engine without HTTP, one batch of prompts of equal length at a time, timed from the call
-to the last token.
+"""Implements `quire bench latency`, which times batches of prompts of equal length in the engine, without HTTP, from
+the call to the last token.
 """
 
 from __future__ import annotations

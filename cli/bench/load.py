@@ -1,4 +1,4 @@
-"""Send requests to a server with a given rate and concurrency, and measure the times of the responses."""
+"""Sends requests to a server with a given rate and concurrency, and measures the times of the responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """The fields of a chunk that the measurement needs, for both endpoints; the decoder skips the rest."""
+    """Declares the fields of a chunk that the measurement needs, for both endpoints; the decoder skips the others."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -43,7 +43,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Result:
-    """Times of one request in seconds.
+    """Records the times of one request in seconds.
 
     `itl` holds the gaps between events, which carry one token or, from a server that merges them, more.
     """
@@ -57,13 +57,13 @@ class Result:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first; None if there is only one."""
+        """Return seconds per output token after the first; None for a single token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The endpoint, and the parameters of its requests."""
+    """Describes the endpoint and the parameters of its requests."""
 
     client: Client
     endpoint: str
@@ -149,8 +149,8 @@ def _only_role(choice: _Choice) -> bool:
 
 
 def arrival_gaps(num: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds to wait before each request: gamma distributed with mean 1 / request_rate. Burstiness 1 is Poisson, less
-    is burstier. All are 0 at rate inf.
+    """Return the seconds to wait before each request: gamma distributed with mean 1 / request_rate. Burstiness 1 is
+    Poisson, less is burstier. All are 0 at rate inf.
     """
     if request_rate == float("inf"):
         return [0.0] * num

@@ -1,4 +1,4 @@
-"""`quire bench`: runs one of COMMANDS, whose module is imported only then."""
+"""Implements `quire bench`, which imports and runs one of COMMANDS."""
 
 from __future__ import annotations
 

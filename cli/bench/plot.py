@@ -1,5 +1,5 @@
-"""`--plot` of the benchmarks: a figure of each, with machine and commit in its caption. The only file of the package
-that needs matplotlib.
+"""Draws the figure of each benchmark for `--plot`, with machine and commit in its caption. No other file of the package
+needs matplotlib.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def add_plot_flag(parser: argparse._ActionsContainer, what: str) -> None:
 
 
 def require_plot(path: str | None) -> None:
-    """Raises RuntimeError if `--plot path` cannot work. Called before a long measurement."""
+    """Raise RuntimeError if `--plot path` cannot work. Called before a long measurement."""
     if path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
@@ -37,7 +37,7 @@ def require_plot(path: str | None) -> None:
 
 
 def caption() -> str:
-    """This machine and the code that measures: processor, cores, version, and the commit of a git checkout."""
+    """Return the caption: processor, number of cores, quire's version and the commit of a git checkout."""
     cores = len(platforms.usable_cpus())
     parts = [f"{cpu_model()}, {cores} core{'s' * (cores != 1)}", f"quire {version('quire')}"]
     return "; ".join([*parts, f"commit {found}"] if (found := commit()) else parts)
@@ -49,7 +49,7 @@ def commit() -> str | None:
     """
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        # an installed copy may lie in a repository of something else, which does not track it
+        # an installed copy may be inside another project's repository, which does not track it
         subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
         described = subprocess.run(
             [*git, "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, check=True, text=True
@@ -61,7 +61,7 @@ def commit() -> str | None:
 
 @contextmanager
 def figure(path: str, title: str, caption_text: str, panels: int = 1, size: tuple[float, float] = (8, 4.5)) -> Iterator:
-    """`with figure(...) as axes:` gives `panels` axes to draw on, then writes the figure to `path`."""
+    """Yield `panels` axes to draw on, then write the figure to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -80,8 +80,8 @@ def figure(path: str, title: str, caption_text: str, panels: int = 1, size: tupl
 
 
 def plot_sweep(runs: Sequence[dict[str, Any]], path: str) -> None:
-    """Two panels over output throughput: time to first token and time per output token, each as median and highest
-    measured percentile.
+    """Draw time to first token and time per output token over output throughput, each as median and highest measured
+    percentile.
     """
     throughput = [run["output_throughput"] for run in runs]
     title = f"{runs[0]['model_id']}: points are concurrencies"
@@ -120,7 +120,7 @@ def plot_transcriptions(runs: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def plot_throughput(figures: dict[str, Any], path: str) -> None:
-    """Bars: tokens per second of prompts, of answers, and of both."""
+    """Draw tokens per second of prompts, of answers and of both as bars."""
     bars = {
         "prompts": figures["total_input_tokens"] / figures["elapsed_time"],
         "answers": figures["output_tokens_per_second"],

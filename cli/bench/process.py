@@ -1,4 +1,4 @@
-"""A measured server as a child process: started from its command line, probed over HTTP, ended by its process id."""
+"""Runs a measured server as a child process: starts its command line, probes it over HTTP, ends it by process id."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ POLL_SECONDS = 0.01
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free now."""
+    """Return a TCP port of 127.0.0.1 that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
 
 
 class ServerProcess:
-    """`with ServerProcess(command, port) as server:` runs `command`, in which every "{port}" is replaced.
+    """Runs `command`, in which every "{port}" is replaced: `with ServerProcess(command, port) as server:`.
 
     `environment` is added to the variables of this process. `started` is time.perf_counter() at its start. After
     `grace` seconds the server is killed.
@@ -62,7 +62,7 @@ class ServerProcess:
         self.log.close()
 
     async def wait_for(self, *paths: str, timeout: float = 900.0) -> float:
-        """Seconds from the start until one of `paths` answers 200.
+        """Return the seconds from the start until one of `paths` answers 200.
 
         Raises RuntimeError with the end of the log when the process ends or time is up.
         """

@@ -1,6 +1,6 @@
-"""Aggregates per-request times to the usual figures.
+"""Aggregates per-request times to figures.
 
-Names of the figures are vLLM's, so that tools that read its JSON read ours.
+The figures have vLLM's names, so that tools that read its JSON also read quire's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ METRICS = {
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks of an ascending sequence, as in numpy; nan if it is empty."""
+    """Interpolate linearly between the closest ranks of an ascending sequence, as numpy does; nan if it is empty."""
     if not ordered:
         return math.nan
     rank = (len(ordered) - 1) * percent / 100
@@ -31,7 +31,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def metric_values(results: Sequence[Result]) -> dict[str, list[float]]:
-    """Ascending seconds for every metric in METRICS, over the successful `results`."""
+    """Return ascending seconds for every metric in METRICS, over the successful `results`."""
     return {
         "ttft": sorted(result.ttft for result in results),
         "tpot": sorted(result.tpot for result in results if result.tpot is not None),
@@ -43,8 +43,8 @@ def metric_values(results: Sequence[Result]) -> dict[str, list[float]]:
 def summarize(
     results: Sequence[Result], duration: float, percentiles: Sequence[float], goodput: dict[str, float]
 ) -> dict[str, Any]:
-    """The figures of one run: counts, throughputs per second of `duration`, and mean, median, std and percentiles of
-    every metric in milliseconds.
+    """Return the figures of one run: counts, throughputs per second of `duration`, and mean, median, std and
+    percentiles of every metric in milliseconds.
 
     `goodput` maps a metric to its limit in ms; requests within all limits count.
     """
@@ -81,7 +81,7 @@ def _meets(result: Result, goodput: dict[str, float]) -> bool:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """["ttft:500", "tpot:50"] -> limits in ms. Raises ValueError."""
+    """Return limits in ms of texts such as "ttft:500" by metric. Raises ValueError."""
     limits = {}
     for pair in pairs:
         name, _, limit = pair.partition(":")
@@ -95,7 +95,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def render(figures: dict[str, Any], metrics: Sequence[str]) -> str:
-    """The figures as a readable table."""
+    """Return the figures as a readable table."""
     rows = [
         ("Successful requests", f"{figures['completed']}"),
         ("Failed requests", f"{figures['failed']}"),

@@ -1,4 +1,4 @@
-"""`quire bench serve`: measure a running OpenAI-compatible server over HTTP. Options and figures have vLLM's names."""
+"""Implements `quire bench serve`, which measures a running OpenAI-compatible server, with vLLM's flags and figures."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
 
 
 async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> list[dict[str, Any]]:
-    """One run for each number of --max-concurrency.
+    """Run the load once for each number of --max-concurrency.
 
     Raises RuntimeError when the server does not answer the first request.
     """
@@ -187,16 +187,16 @@ async def measure(arguments: argparse.Namespace, goodput: dict[str, float]) -> l
         )
         runs = []
         for i, limit in enumerate(arguments.max_concurrency or [None]):
-            # new prompts per run: those of the last run are in the prefix cache
+            # new prompts per run: the prefix cache has those of the last run
             samples = make_samples(arguments, encoder, arguments.seed + i)
             runs.append(await measure_once(target, samples, limit, arguments, goodput))
         return runs
 
 
 def server_and_endpoint(url: str, endpoint: str) -> tuple[str, str]:
-    """(server, path of the endpoint).
+    """Return (server, path of the endpoint).
 
-    The URL may end with /v1, as clients of OpenAI's API write it; then the endpoint may leave it out.
+    The URL may end with /v1, as in clients of OpenAI's API; the endpoint may then omit it.
     """
     root = url.rstrip("/").removesuffix("/v1")
     if root != url.rstrip("/") and not endpoint.startswith("/v1/"):
@@ -205,7 +205,7 @@ def server_and_endpoint(url: str, endpoint: str) -> tuple[str, str]:
 
 
 async def find_model(client: Client, name: str | None) -> tuple[str, str | None]:
-    """(model name for requests, its folder or Hub id if the server reports it)."""
+    """Return (model name for requests, its folder or Hub id if the server reports it)."""
     try:
         status, body = await client.fetch("GET", "/v1/models")
     except (OSError, EOFError, HttpError) as error:
@@ -221,7 +221,7 @@ async def find_model(client: Client, name: str | None) -> tuple[str, str | None]
 
 
 def load_encoder(tokenizer: str | None, root: str | None) -> Encoder | None:
-    """The tokenizer for prompt lengths, or None: prompts are then counted in words. The report always has the server's
+    """Return the tokenizer for prompt lengths, or None to count prompts in words. The report always has the server's
     token counts.
     """
     folder = tokenizer or root

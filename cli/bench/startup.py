@@ -1,5 +1,5 @@
-"""`quire bench startup`: the seconds from the command to the first answered probe, to readiness, and to the first token
-of the first request.
+"""Implements `quire bench startup`, which measures the seconds from the command to the first answered probe, to
+readiness, and to the first token of the first request.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 async def measure(command: Sequence[str], timeout: float) -> dict[str, float]:
-    """Seconds from the start of `command` to every stage. Raises RuntimeError if a stage is not reached."""
+    """Return the seconds from the start of `command` to every stage. Raises RuntimeError if a stage is not reached."""
     with ServerProcess(command, free_port()) as server:
         live = await server.wait_for("/live", "/health", timeout=timeout)
         ready = await server.wait_for("/ready", "/health", timeout=timeout)

@@ -1,4 +1,4 @@
-"""`quire bench throughput`: the engine without HTTP, all prompts submitted at once."""
+"""Implements `quire bench throughput`, which submits all prompts to the engine at once, without HTTP."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ENGINE_SECTIONS = ("model", "cache", "scheduler", "parallel", "device")
 
 
 def engine_settings(settings: Settings) -> dict[str, Any]:
-    """The settings that apply without HTTP. The environment, a file and the embedded model may set others as well."""
+    """Return the settings that apply without HTTP. The environment, a file and the embedded model may set others."""
     return {name: value for name, value in settings.values.items() if find_option(name).section in ENGINE_SECTIONS}
 
 
 def parse_offline(parser: Parser, argv: list[str], plotted: str) -> tuple[argparse.Namespace, Settings]:
-    """The arguments, after adding the flags that the benchmarks without HTTP share, and the settings of the engine.
-    `plotted` is what `--plot` draws. Exits if it cannot.
+    """Add the common flags of benchmarks without HTTP; return the arguments and the settings of the engine. `plotted`
+    describes the figure of `--plot`. Exits if a figure cannot be drawn.
     """
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="sampling temperature (default: 1)")
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")

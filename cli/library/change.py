@@ -1,4 +1,4 @@
-"""`quire rm`, `quire cp` and `quire create`: remove models, and give them names."""
+"""Implements `quire rm`, `quire cp` and `quire create`, which remove and name models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cp(argv: list[str]) -> int:
 
 
 def create(argv: list[str]) -> int:
-    """Run `quire create ARGV...`; returns 1 if the Modelfile cannot be read or names what is not there."""
+    """Run `quire create ARGV...`; returns 1 if the Modelfile cannot be read or names a missing file."""
     parser = Parser(
         prog="quire create",
         description="Give a model another name with a system prompt, parameters and adapters, from Ollama's Modelfile: "

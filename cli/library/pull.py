@@ -1,4 +1,4 @@
-"""`quire pull`: download a model before it is served."""
+"""Implements `quire pull`, which downloads a model before it is served."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from quire.server.startup.progress import StartProgress
 
 
 def main(argv: list[str]) -> int:
-    """Run `quire pull ARGV...`; returns 1 if the model cannot be had."""
+    """Run `quire pull ARGV...`; returns 1 if the model cannot be downloaded."""
     parser = Parser(
         prog="quire pull",
-        description="Download a model, as `quire serve` would. What has arrived is kept: run it again to continue. "
+        description="Download a model, as `quire serve` would. Partial downloads are kept: run it again to continue. "
         "The SHA-256 of large files is checked. HF_TOKEN, HF_HOME, HF_ENDPOINT and HTTPS_PROXY work.",
     )
     parser.add_argument("model", metavar="MODEL", help="Hub id, ORG/NAME:QUANTIZATION, or a name such as llama3.2:1b")

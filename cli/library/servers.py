@@ -1,4 +1,4 @@
-"""`quire ps` and `quire stop`: the servers of this user on this machine."""
+"""Implements `quire ps` and `quire stop` for the servers of this user on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.cli.main import Parser
 from quire.server.startup.running_servers import Running, folder, is_running, running
 
 POLL_SECONDS = 0.1
-ASK_TIMEOUT = 4.0  # seconds for a server to tell its models
+ASK_TIMEOUT = 4.0  # seconds for a server to list its models
 _STARTED = "the servers of this user on this machine"
 
 
@@ -101,7 +101,7 @@ def _chosen(name: str | None) -> Running:
 
 
 def _at(found: list[Running], url: str) -> list[Running]:
-    """Return the servers at a URL, in whatever spelling. Raises Unhealthy if it is none."""
+    """Return the servers at a URL, whatever its spelling. Raises Unhealthy for an invalid URL."""
     if "/" not in url and ":" not in url:
         return []
     wanted = _place(address_of(url))
@@ -146,12 +146,12 @@ def _seconds(started: str) -> float:
 
 
 def _memory(pid: int) -> int | None:
-    """Return the bytes of a server and its processes, shared pages in shares; None where the system does not tell."""
+    """Return the proportional set size of a server and its processes in bytes; None if the system has none."""
     total = 0
     for process in (pid, *_descendants(pid)):
         try:
             text = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii")
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process ended meanwhile
             continue
         total += sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
     return total or None

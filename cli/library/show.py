@@ -1,4 +1,4 @@
-"""`quire show`: a model in words, from its files; for a Hub model that is not on this machine, from headers only."""
+"""Implements `quire show`, which describes a model from its files, or from headers for a Hub model elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _THOUGHTS = ("<think>", "enable_thinking", "reasoning_content", "thinking")
 
 
 def main(argv: list[str]) -> int:
-    """Run `quire show ARGV...`; returns 1 if the model cannot be had or read."""
+    """Run `quire show ARGV...`; returns 1 if the model cannot be found or read."""
     parser = Parser(
         prog="quire show",
         description="Show what a model is, from its files: no server is needed, and no weights are downloaded.",
@@ -79,7 +79,7 @@ def describe(model: str, target: str) -> dict[str, Any]:
 
 
 def _added(model: str) -> dict[str, Any]:
-    """Return what the name adds to the files."""
+    """Return the prompt, parameters and adapters that the name adds to the files."""
     if (entry := entry_of(model)) is None:
         return {}
     found = {"system": entry.system, "parameters by name": modelfile.parameter_lines(entry.parameters)}

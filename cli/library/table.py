@@ -1,4 +1,4 @@
-"""`quire list`: the models on this machine."""
+"""Implements `quire list`, which lists the models on this machine."""
 
 from __future__ import annotations
 

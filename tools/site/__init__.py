@@ -1,1 +1,1 @@
-"""Pages of the documentation that are made when it is built: answers of a running server, messages of the code."""
+"""Makes pages of the documentation at build time: answers of a running server, messages of the code."""

@@ -1,4 +1,4 @@
-"""The page of endpoints: each route with a request and the answer that a running server gave to it."""
+"""Makes the page of endpoints: each route with a request and a running server's answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH_LINE = {"custom_id": "1", "params": {"model": "quire-tiny", "max_tokens": 
 
 @dataclass(frozen=True)
 class Example:
-    """A request. `{name}` in its path stands for the value that an earlier answer had at `keep[name]`."""
+    """Describes a request. `{name}` in its path stands for the value that an earlier answer had at `keep[name]`."""
 
     method: str
     path: str
@@ -77,12 +77,12 @@ SECTIONS: dict[str, list[Example]] = {
         ),
         _get("/v1/responses/{response}", "The stored answer."),
         _get("/v1/responses/{response}/input_items", "What it answered."),
-        _post("/v1/responses/input_tokens", "How many tokens an input has.", {"input": "Hello!"}),
+        _post("/v1/responses/input_tokens", "The number of tokens of an input.", {"input": "Hello!"}),
         _post(
             "/v1/responses/compact", "Not served: `truncation` leaves out old turns.", {"input": "Hello!"}, status=404
         ),
         _post("/v1/responses", "In the background.", {"input": "Hello!", "background": True}, keep={"waiting": "id"}),
-        _post("/v1/responses/{waiting}/cancel", "Ends one that runs.", {}),
+        _post("/v1/responses/{waiting}/cancel", "Cancels a running response.", {}),
         Example("DELETE", "/v1/responses/{response}", "Forgets it."),
         _post("/v1/conversations", "A conversation.", {"metadata": {"topic": "trial"}}, keep={"conversation": "id"}),
         _post("/v1/conversations/{conversation}", "Changes its metadata.", {"metadata": {"topic": "other"}}),
@@ -93,7 +93,7 @@ SECTIONS: dict[str, list[Example]] = {
             {"items": [{"type": "message", "role": "user", "content": "Hello!"}]},
             keep={"item": "data.0.id"},
         ),
-        _get("/v1/conversations/{conversation}/items", "What is in it."),
+        _get("/v1/conversations/{conversation}/items", "Its items."),
         _get("/v1/conversations/{conversation}/items/{item}", "One item."),
         Example("DELETE", "/v1/conversations/{conversation}/items/{item}", "Removes an item."),
         Example("DELETE", "/v1/conversations/{conversation}", "Forgets the conversation."),
@@ -105,7 +105,7 @@ SECTIONS: dict[str, list[Example]] = {
             {"input": ["Hello!"]},
         ),
         _post("/pooling", "vLLM's name for them.", {"input": "Hello!"}),
-        _post("/v1/score", "How alike two texts are.", {"text_1": "a city", "text_2": "Paris"}),
+        _post("/v1/score", "The similarity of two texts.", {"text_1": "a city", "text_2": "Paris"}),
         _post("/score", "The same.", {"text_1": "a city", "text_2": "Paris"}),
         _post("/v1/rerank", "Documents by relevance.", RANKED),
         _post("/v2/rerank", "The same.", RANKED),
@@ -121,7 +121,9 @@ SECTIONS: dict[str, list[Example]] = {
     ],
     "Anthropic": [
         _post("/v1/messages", "An answer.", {"model": "quire-tiny", "max_tokens": 16, "messages": HELLO}),
-        _post("/v1/messages/count_tokens", "How many tokens a prompt has.", {"model": "quire-tiny", "messages": HELLO}),
+        _post(
+            "/v1/messages/count_tokens", "The tokens of a prompt, counted.", {"model": "quire-tiny", "messages": HELLO}
+        ),
         _post("/v1/messages/batches", "Many at once.", {"requests": [BATCH_LINE]}, keep={"many": "id"}),
         _get("/v1/messages/batches", "All of them."),
         _get("/v1/messages/batches/{many}", "One of them."),
@@ -140,7 +142,7 @@ SECTIONS: dict[str, list[Example]] = {
         _post("/api/embed", "Vectors.", {"model": "quire-tiny", "input": "Hello!"}),
         _post("/api/embeddings", "A vector, the older form.", {"model": "quire-tiny", "prompt": "Hello!"}),
         _post("/api/show", "About the model.", {"model": "quire-tiny"}),
-        _get("/api/tags", "Models that are there."),
+        _get("/api/tags", "Models on this machine."),
         _get("/api/ps", "Models that are loaded."),
         _get("/api/version", "The version."),
     ],
@@ -150,7 +152,7 @@ SECTIONS: dict[str, list[Example]] = {
         ),
         _post("/generate_stream", "TGI's stream.", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}),
         _get("/props", "llama.cpp's settings."),
-        _get("/slots", "llama.cpp's slots: what runs."),
+        _get("/slots", "llama.cpp's slots: the running requests."),
         _get("/lora-adapters", "llama.cpp's adapters."),
         _get("/ping", "SageMaker's probe."),
         _post("/invocations", "SageMaker's request: any of the bodies above.", {"prompt": "Hello", "max_tokens": 4}),
@@ -160,17 +162,17 @@ SECTIONS: dict[str, list[Example]] = {
         _get("/ready", "The model answers (503 before)."),
         _get("/health", "The same, with phase and percentage."),
         _get("/version", "The version."),
-        _get("/load", "What runs and waits."),
+        _get("/load", "The running and waiting requests."),
         _get("/requests", "The requests that run."),
         _post("/abort_requests", "Ends requests.", {"request_ids": ["none-such"]}),
-        _get("/server_info", "What was chosen at the start."),
+        _get("/server_info", "The choices made at the start."),
         _get("/metrics", "For Prometheus."),
-        _get("/metrics/history", "The last hour of what the page draws."),
+        _get("/metrics/history", "The last hour of the page's charts."),
         _post("/reset_prefix_cache", "Forgets cached prefixes.", None),
         Example("DELETE", "/v1/cache/{key}", "Forgets the blocks of a `prompt_cache_key`.", status=404),
     ],
 }
-# routes without an example here, with the page that has one
+# page with the examples -> routes without an example here
 ELSEWHERE = {
     "audio.md": ("/v1/audio/transcriptions", "/v1/audio/translations"),
     "batches.md": ("/v1/files", "/v1/batches"),
@@ -181,8 +183,13 @@ ELSEWHERE = {
     "api.md": ("/classify", "/v1/streams/"),
     "kv-cache.md": ("/slots/",),
     "fleet.md": (
-        "/get_server_info", "/health_generate", "/kv_event_sources", "/v1/completions/render", "/is_sleeping",
-        "/is_scaling_elastic_ep", "/scale_elastic_ep",
+        "/get_server_info",
+        "/health_generate",
+        "/kv_event_sources",
+        "/v1/completions/render",
+        "/is_sleeping",
+        "/is_scaling_elastic_ep",
+        "/scale_elastic_ep",
     ),
     "operations.md": ("/start_profile", "/stop_profile"),
 }
@@ -197,7 +204,7 @@ class Answered:
 
 
 def ask_all(url: str, headers: dict[str, str] | None = None) -> Iterator[tuple[str, Answered]]:
-    """(section, answer) of every example, asked of the server at `url` in their order."""
+    """Ask the server at `url` all examples in order; yields (section, answer) of each."""
     kept = {"key": "none-such"}
     for section, examples in SECTIONS.items():
         for example in examples:

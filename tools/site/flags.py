@@ -1,4 +1,4 @@
-"""The page of settings: every flag of `quire serve`."""
+"""Makes the page of settings: every flag of `quire serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mkdocs' hooks: adds the pages that are made at build time. `QUIRE_DOCS_SERVER=URL` uses a running server."""
+"""Adds the pages that are made at build time, as mkdocs' hooks. `QUIRE_DOCS_SERVER=URL` uses a running server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_TIMEOUT = 600.0  # seconds; the first start may compile kernels
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages. Imported late: the generators work without mkdocs."""
+    """Add the pages. Imports mkdocs late: the generators work without it."""
     from mkdocs.structure.files import File, InclusionLevel
 
     with _server() as url:
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **other: Any) -> str:
 
 @contextlib.contextmanager
 def _server() -> Iterator[str]:
-    """Yield the URL of a server of the embedded model, which ends with the block."""
+    """Run a server of the embedded model during the block; yields its URL."""
     if url := os.environ.get("QUIRE_DOCS_SERVER"):
         yield url.rstrip("/")
         return

@@ -1,4 +1,4 @@
-"""The page of messages: every text with which the code refuses or warns, and where it is raised."""
+"""Makes the page of messages: every error and warning of the code, and where it is raised."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("checkpoints", "cli", "configs", "engine", "server", "worker")
 _LOGGED = {"warning", "error", "exception", "critical"}
-_MIN_WORDS = 2  # a text of one word is a name
+_MIN_WORDS = 2  # a text of a single word is a name
 
 
 @dataclass(frozen=True, order=True)
 class Message:
-    text: str  # `...` stands for values that are known only when it is raised
+    text: str  # `...` stands for values known only at run time
     kind: str  # the exception, or the level of the log
     file: str
     line: int

@@ -1,4 +1,4 @@
-"""The page of every key of a model's files and its effect. To read it: `python -m tools.site.model_files`."""
+"""Makes the page of every key of a model's files and its effect: `python -m tools.site.model_files` prints it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page() -> str:
 
 
 def _default(key: str) -> str:
-    """Return the values of a key that is left out, with the architectures that have each."""
+    """Return the default values of a missing key, with the architectures that have each."""
     found = []
     for default in DEFAULTS.get(key.removeprefix("*arch*."), ()):
         kinds = f" ({', '.join(default.kinds)})" if default.kinds else ""

@@ -1,4 +1,4 @@
-"""The page of other servers' flags, made from `configs/peers/`. To read it: `python -m tools.site.other_flags`."""
+"""Makes the page of other servers' flags from `configs/peers/`: `python -m tools.site.other_flags` prints it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _here(group: Group) -> str:
 
 
 def _link(flag: str) -> str:
-    """Return a link to quire's flag; another's flag in code; text in code already as it is."""
+    """Return a link to quire's flag, or another server's flag as code. Text that is code already stays as it is."""
     if flag.startswith("`"):
         return flag
     option = all_options().get(flag[2:].replace("-", "_"))

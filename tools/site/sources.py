@@ -1,4 +1,4 @@
-"""Pages of files outside docs/ to which pages link, so that a built site is complete in itself."""
+"""Makes pages of files outside docs/ that other pages link to, so that the built site is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".sh": "sh", ".yaml":
 
 
 def sources(texts: dict[str, str]) -> dict[str, str]:
-    """Pages by their path in the site: of every file that `texts`, by their paths in the tree, and these pages link to.
+    """Return pages by their path in the site: one for each file that `texts` (by path in the tree) and these pages link
+    to.
 
     Folders have none.
     """
@@ -33,7 +34,7 @@ def sources(texts: dict[str, str]) -> dict[str, str]:
 
 
 def _target(name: str, link: str) -> str:
-    """Return the path in the tree of a link in the file `name`; empty if it leads out of it."""
+    """Return the path in the tree of a link in the file `name`; empty if it leads outside."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
     return "" if path.startswith("..") else path
 
@@ -54,8 +55,8 @@ def _page(page: str, text: str) -> str:
 
 
 def rewrite(name: str, text: str) -> str:
-    """Return the Markdown of the file `name` of the tree, its links leading to pages of the site; those to files that
-    have no page become their text.
+    """Return the Markdown of the file `name` with links to pages of the site. Links to files without a page become
+    their text.
     """
 
     def replaced(match: re.Match) -> str:
