@@ -17,7 +17,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are decorated, so before any test module imports one
 
+import contextlib
 import gc
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from quire.worker.cpu import build
+from tests.helpers.engine.forked import forked_engines
 from tests.helpers.models.checkpoints import build_checkpoint
 
 # a background job of a script; processes that tests start would ignore Ctrl-C, too
@@ -66,6 +69,17 @@ LONG_FILES = [
 ]
 
 
+# a file all of whose tests are slow
+SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files of slow tests out of `make quick` before they are imported: in each process that took seconds."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+        return bool(SLOW_FILE.search(collection_path.read_text(encoding="utf-8"))) or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
@@ -103,6 +117,12 @@ def _same_environment():
         os.environ.pop(name, None)
     os.environ.update({name: before[name] for name in changed & before.keys()})
     assert not changed, f"left in os.environ: {sorted(changed)}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_engines() -> Iterator[None]:
+    with contextlib.nullcontext() if has_gpu() else forked_engines():  # CUDA may not be forked
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,24 +23,31 @@ ODD = {
     "behind": re.compile(r"\bbehind (?:it|them|one another|each other|the (?:prompt|token|last|first)\w*)\b"),
 }
 
+# a string, or as a group a comment: ten times as fast as tokenize
+COMMENT = re.compile(
+    r"""\"{3}[\s\S]*?\"{3}|'{3}[\s\S]*?'{3}|"(?:\\[\s\S]|[^"\\\n])*"|'(?:\\[\s\S]|[^'\\\n])*'|(\#.*)"""
+)
+
 
 def prose(text: str) -> Iterator[str]:
     """Yield docstrings and comments of a Python source; adjacent comment lines are one text."""
-    tree = ast.parse(text)
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in (node for node in ast.walk(tree) if isinstance(node, documented)):
+    for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)):
         if docstring := ast.get_docstring(node):
             yield docstring
     lines: list[str] = []
     last = 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type != tokenize.COMMENT or token.string.startswith(("# noqa", "# type", "#!")):
+    number = start = 0
+    for found in COMMENT.finditer(text):
+        comment = found.group(1)
+        if not comment or comment.startswith(("# noqa", "# type", "#!")):
             continue
-        if token.start[0] != last + 1 and lines:
+        number, start = number + text.count("\n", start, found.start()), found.start()
+        if number != last + 1 and lines:
             yield " ".join(lines)
             lines = []
-        lines.append(token.string.lstrip("# "))
-        last = token.start[0]
+        lines.append(comment.lstrip("# "))
+        last = number
     if lines:
         yield " ".join(lines)
 

@@ -27,6 +27,7 @@ def test_the_figures_are_those_of_the_results(machine):
         assert draw.ratio(load) == pytest.approx(load["ratio"], abs=0.006)
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_and_small(tmp_path):
     pytest.importorskip("matplotlib")
     assert draw.main([str(tmp_path / "c.png")]) == 0
@@ -34,6 +35,7 @@ def test_the_picture_is_drawn_and_small(tmp_path):
     assert data.startswith(b"\x89PNG") and len(data) < 60_000
 
 
+@pytest.mark.slow
 def test_the_captions_name_machine_and_commit(tmp_path):
     pytest.importorskip("matplotlib")
     draw.main([str(tmp_path / "c.svg")])

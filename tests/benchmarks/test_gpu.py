@@ -117,7 +117,7 @@ def test_the_table_shows_what_there_is():
         "| decode, batch 8, context 1100 | 4.000 | 2000 | 3.000 | 0.75 |",
         "| decode, batch 8, context 1100, min_p 0.05 | 4.000 |",
         "the worst 61.0 ms",
-        "3 graphs recorded while idle in 0.5 s, the slowest in 250 ms",
+        "3 graphs or times of steps recorded while idle in 0.5 s, the slowest in 250 ms",
         "gaps 2.1 %",
         "a kernel 1.500",
         "not measured: unknown architecture",
@@ -171,17 +171,6 @@ def test_steps_are_measured_although_the_ceilings_were_not(tmp_path):
     assert copy > 0 and matmul > 0 and measurement.rates() == (copy, matmul)
 
 
-def test_the_first_checks_run_on_a_cpu(tmp_path):
-    results = tmp_path / "first.json"
-    command = [sys.executable, "benchmarks/gpu_first.py", "--device", "cpu", "--results", str(results)]
-    stages = ["attention", "families", "layers"]
-    done = subprocess.run([*command, *stages], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(results.read_text())["first"]
-    assert list(found) == stages and all(one["ok"] for stage in found.values() for one in stage.values())
-    assert "cpu_paged 32/8x128 decode" in found["attention"] and "a layer at batch 2" in found["layers"]
-
-
 def test_everything_runs_on_a_cpu(tmp_path):
     environment = os.environ | {
         "PYTHON": sys.executable,
@@ -208,7 +197,8 @@ def test_everything_runs_on_a_cpu(tmp_path):
     assert (
         tiny["startup"]["first token"] > tiny["startup"]["ready"] > 0 and tiny["startup_from_files"]["first token"] > 0
     )
-    assert [row["sampling"] for row in tiny["sampled"]] == list(gpu.SAMPLED) and tiny["recordings"]["number"] == 0
+    assert [row["sampling"] for row in tiny["sampled"]] == list(gpu.SAMPLED)
+    assert tiny["recordings"]["number"] > 0, "a CPU has no graphs, but drafts, for which steps are measured"
     assert (
         0 < tiny["ramp"]["median_ms"] <= tiny["ramp"]["worst_ms"]
         and "| decode, batch 4, context 42, top_p 0.95, top_k 20 |" in done.stdout

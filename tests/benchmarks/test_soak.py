@@ -24,6 +24,7 @@ def test_slopes_and_their_noise():
     assert rise - noise > 40 and rise + noise < 60
 
 
+@pytest.mark.slow
 def test_every_kind_is_answered(tmp_path):
     """With an engine that computes nothing; the soak itself has a model."""
 

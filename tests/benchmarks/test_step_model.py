@@ -14,6 +14,7 @@ from quire.worker.models.registry import num_parameters, parse_model_spec
 NAMES = ["Llama-3.1-8B", "Qwen3-0.6B", "Qwen3-30B-A3B"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_of_the_model(name):
     config = gpu_models.MODELS[name]

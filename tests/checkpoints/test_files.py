@@ -186,6 +186,7 @@ def test_an_empty_vocabulary(folder, vocabulary):
         Tokenizer.load(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_it_is_refused_before_anything_is_loaded(tmp_path, command):
     code = f"""

@@ -76,6 +76,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch", "kinds"), MODELS)
 def test_models(tmp_path, name, arch, kinds):
     folder, source = pair(name, tmp_path, kinds, arch, **SPECIAL.get(name, {}))
@@ -237,6 +238,7 @@ def test_packed_parts_of_several_types(native_kernels):
     assert (out - expected).norm() < 1e-4 * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch", "kinds"), MODELS)
 def test_models_by_activations_of_8_bits(tmp_path, native_kernels, name, arch, kinds):
     folder, source = pair(name, tmp_path, kinds, arch, **SPECIAL.get(name, {}))
@@ -246,6 +248,7 @@ def test_models_by_activations_of_8_bits(tmp_path, native_kernels, name, arch, k
     assert float((logits_of(native) - exact).norm()) < 6 * rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch", "kinds"), MODELS)
 def test_models_on_native_kernels(tmp_path, native_kernels, exact_activations, name, arch, kinds):
     folder, source = pair(name, tmp_path, kinds, arch, **SPECIAL.get(name, {}))

@@ -99,6 +99,7 @@ def own_keys(file: GgufFile) -> Keys:
     return {name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch"), NAMES)
 def test_each_key_left_out(name, arch, tmp_path):
     file, wrong = written(name, arch, tmp_path), {}

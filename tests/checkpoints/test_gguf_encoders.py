@@ -55,6 +55,7 @@ def encoder_keys(name: str, source: str) -> dict[str, Any]:
     return keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 @pytest.mark.parametrize("name", ARCHES)
 def test_vectors_are_those_of_sentence_transformers(tmp_path, name, mode):
@@ -67,6 +68,7 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path, name, mode):
     assert info.whole_prompts and not info.generates and info.method == mode and info.normalize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta", "xlm-roberta", "modernbert"])
 def test_classifiers(tmp_path, name):
     import transformers
@@ -84,6 +86,7 @@ def test_classifiers(tmp_path, name):
     assert engine.ready.pooling.labels == ["good", "bad", "ugly"]
 
 
+@pytest.mark.slow
 def test_embedding_gemma(tmp_path):
     """With the layers after pooling, which llama.cpp's converter writes on demand."""
     source = build_embedding_gemma(tmp_path / "source")
@@ -110,6 +113,7 @@ def test_embedding_gemma(tmp_path):
     assert engine.ready.pooling.num_dimensions == 64
 
 
+@pytest.mark.slow
 def test_a_decoder_for_embeddings(tmp_path):
     source = build_embedder("qwen3", tmp_path / "source", hidden_size=64, intermediate_size=96, head_dim=32)
     folder = convert(source, tmp_path / "model.gguf", "qwen3", {"pooling_type": 3})

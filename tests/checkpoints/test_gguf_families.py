@@ -34,6 +34,7 @@ from tests.helpers.models.ocr_models import build_model as build_ocr_model
 from tests.helpers.worker.ranks import run_ranks, thread_groups
 from tests.worker.layers.test_stored_weights import load, logits_of
 
+pytestmark = pytest.mark.slow
 IDS = [int(i) for i in torch.randint(3, 120, (60,), generator=torch.Generator().manual_seed(3))]
 HEAD = {"query_pre_attn_scalar": 16}
 Q = {"default": "Q8_0", "ffn_down": "Q4_0", "token_embd": "Q5_1", "ffn_down_exps": "Q4_1", "ffn_gate_exps": "MXFP4"}
@@ -460,7 +461,6 @@ def reference(source: str) -> torch.Tensor:
         return load_family(source)(torch.tensor([IDS])).logits[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(tmp_path, name):
     folder, source = pair(name, tmp_path)

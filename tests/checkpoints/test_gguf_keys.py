@@ -197,6 +197,7 @@ def read(path: Path, folder: Path) -> None:
         write_folder(read_gguf(path), folder)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, **LIMITS)
 @given(data=st.data())
 def test_any_bytes_in_the_header(whole, tmp_path_factory, data):
@@ -214,6 +215,7 @@ values = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, **LIMITS)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), values, min_size=1, max_size=3))
 def test_any_value_of_a_key(whole, tmp_path_factory, changes):

@@ -21,6 +21,7 @@ NEWER_KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEWER_KEYS)
 def test_keys_that_newer_files_have(tmp_path, name):
     arch, usual, keys = CASES[name]

@@ -94,6 +94,7 @@ def families(tmp_path_factory):
         read_model_spec(str(folder), "quire")
 
 
+@pytest.mark.slow
 @settings(max_examples=250, **LIMITS)
 @given(raw=mutants(list(CONFIGS.values())))
 def test_any_config_json(families, tmp_path_factory, raw):
@@ -143,6 +144,7 @@ SMALL = ("tokenizer_config.json", "sentence_bert_config.json", "config_sentence_
          "1_Pooling/config.json", "2_Dense/config.json", "chat_template.json", "generation_config.json")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_any_small_file(base, name):
     path, spec = base / name, read_model_spec(str(base))
@@ -178,6 +180,7 @@ HEADER = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=100, **LIMITS)
 @given(content=mutants([{"whole": HEADER}]))
 def test_any_safetensors_header(tmp_path_factory, content):

@@ -34,6 +34,7 @@ def test_transformers_keys_have_entries():
     assert not ImagesKwargs.__annotations__.keys() - FILES["preprocessor_config.json"].keys()
 
 
+@pytest.mark.slow
 def test_sentence_transformers_keys_have_entries():
     from sentence_transformers.base.modules import Dense, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling

@@ -39,6 +39,7 @@ def drawn_texts(path: Path) -> str:
     return " ".join(re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"), re.DOTALL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_benchmark_draws_with_machine_and_commit(command, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")

@@ -62,6 +62,20 @@ def test_it_counts_states_and_checkpoints(tmp_path, capsys):
     assert "--max-num-seqs 64: the recurrent states of 64 requests need 128 KiB" in capsys.readouterr().err
 
 
+def test_it_plans_for_the_engines_of_this_machine(folder, capsys):
+    def planned(*flags: str) -> list[str]:
+        assert check(folder, "--load-format", "dummy", *flags) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  num_threads")]
+
+    several = ["--data-parallel-size", "64"]
+    assert planned(*several, "--data-parallel-size-local", "1") == planned()
+    assert planned(*several, "--data-parallel-rank", "63") == planned()
+    assert check(folder, "--load-format", "dummy", *several, "--data-parallel-size-local", "0") == 0
+    assert "no engine runs on this machine" in capsys.readouterr().out
+    assert check(folder, "--load-format", "dummy", *several, "--data-parallel-rank", "64") == 1
+    assert "engine 64 of this machine must be less than" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

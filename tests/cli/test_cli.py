@@ -18,6 +18,8 @@ from quire.cli import main as cli
 from quire.configs import sources
 from quire.configs.options import all_options, config_from, parse_count, removed_settings
 from quire.configs.sources import PRESETS
+from quire.server.engines.spare import SpareEngine
+from quire.server.frontends import descriptors
 
 
 @pytest.fixture
@@ -25,11 +27,14 @@ def served(monkeypatch):
     """Run `quire serve ARGS` up to the call of quire.server.launch.serve; returns (config, sources) of that call."""
     for variable in [name for name in os.environ if name.startswith("QUIRE_")]:
         monkeypatch.delenv(variable)
+    monkeypatch.setattr(SpareEngine, "prepare", lambda self, parallel: None)
 
     def run(*arguments: str):
         calls = []
         launch = type(
-            "launch", (), {"serve": staticmethod(lambda config, origins, _: calls.append((config, origins)) or 0)}
+            "launch",
+            (),
+            {"serve": staticmethod(lambda config, origins, *_, **__: calls.append((config, origins)) or 0)},
         )
         monkeypatch.setitem(sys.modules, "quire.server.launch", launch)
         assert cli.main(["serve", *arguments]) == 0
@@ -51,6 +56,14 @@ def refused(served, capsys):
         return message
 
     return run
+
+
+def test_the_engine_inherits_the_limit_of_files(served, monkeypatch):
+    calls = []
+    monkeypatch.setattr(descriptors, "raise_descriptor_limit", lambda: calls.append("limit"))
+    monkeypatch.setattr(SpareEngine, "prepare", lambda self, parallel: calls.append("engine"))
+    served("some/model")
+    assert calls == ["limit", "engine"]
 
 
 def test_flags_reach_their_sections(served):
@@ -441,9 +454,9 @@ def test_mappings(served, tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"video": 1}', "video is 1, but must be 0: prompts may contain images only"),
-        ("audio=2", "audio is 2, but must be 0"),
-        ('{"video": {}}', "video is 1, but must be 0"),
+        ('{"video": -1}', "video is -1, but must be a whole number of at least 0"),
+        ("audio=2", "audio is 2, but must be 0: prompts may contain images and videos only"),
+        ('{"audio": {}}', "audio is 1, but must be 0"),
         ('{"image": 2, "vidoe": 0}', 'unknown modality "vidoe"; the modalities are image, video, audio'),
         ('{"Image": 2}', 'unknown modality "Image"'),
         ('{"image": {"count": 2, "size": 5}}', "image: unknown key size; the keys are count, width"),
@@ -452,7 +465,7 @@ def test_mappings(served, tmp_path, text):
         ('{"image": {"count": "2"}}', 'image is "2", but'),
     ],
 )
-def test_limits_of_other_modalities_are_refused_at_once(refused, tmp_path, text, words):
+def test_limits_of_media_that_cannot_be_kept_are_refused_at_once(refused, tmp_path, text, words):
     assert f"--limit-mm-per-prompt: {words}" in refused("m", "--limit-mm-per-prompt", text)
     (tmp_path / "f.yaml").write_text(yaml.safe_dump({"limit_mm_per_prompt": text}))
     assert f"f.yaml: {words}" in refused("m", "--config", str(tmp_path / "f.yaml"))
@@ -470,3 +483,12 @@ def test_unknown_keys_of_every_json_setting_are_refused(refused):
 @pytest.mark.parametrize("text", ["4", "image", "image=", "=4", "{image: 4}", "[1]", '{"image": 4'])
 def test_wrong_mappings(refused, text):
     assert "--limit-mm-per-prompt: expected name=value, or a JSON object" in refused("m", "--limit-mm-per-prompt", text)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_without_a_traceback(monkeypatch, capsys):
+    def pull(argv):
+        raise PermissionError(13, "Permission denied", "/.cache")
+
+    monkeypatch.setitem(cli.COMMANDS, "pull", pull)
+    assert cli.main(["pull", "smollm2"]) == 1
+    assert capsys.readouterr().err == "quire pull: error: [Errno 13] Permission denied: '/.cache'\n"

@@ -10,12 +10,14 @@ import sys
 import time
 
 import httpx
+import pytest
 
 from quire.configs.log_format import formatter
 from tests.helpers.engine.fake_executor import BACKEND
 from tests.helpers.engine.harness import Engine, fake_config
 
 
+@pytest.mark.slow
 def test_every_line_of_every_process_is_json(model_folder, tmp_path):
     address = tmp_path / "address"
     command = [sys.executable, "-m", "quire", "serve", model_folder, "--port", "0", "--log-format", "json"]

@@ -44,12 +44,14 @@ class TestLangChain:
     def test_with_structured_output(self, model, method):
         assert model.with_structured_output(Person, method=method).invoke(DESCRIBE) == ANNA
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("choice", ["auto", "any", "get_weather"])
     def test_bind_tools(self, model, choice):
         bound = model.bind_tools([Weather().get_weather], tool_choice=choice)
         for answer in (bound.invoke(QUESTION), _sum(bound.stream(QUESTION))):
             assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("get_weather", {"city": "Paris"})]
 
+    @pytest.mark.slow
     def test_a_loop(self, model):
         from langchain_core.messages import HumanMessage, ToolMessage
 
@@ -92,6 +94,7 @@ class TestInstructor:
         messages = [{"role": "user", "content": DESCRIBE}]
         return {"model": NAME, "messages": messages, "max_retries": 0, "temperature": 0}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"])
     @pytest.mark.filterwarnings("ignore:Mode.*is deprecated:DeprecationWarning")
     def test_modes(self, client, ask, mode):
@@ -121,6 +124,7 @@ class TestPydanticAI:
 
         return OpenAIResponsesModel(NAME, provider=OpenAIProvider(base_url=url, api_key="unused"))
 
+    @pytest.mark.slow
     def test_responses(self, responses_model):
         from pydantic_ai import Agent, NativeOutput
 
@@ -155,6 +159,7 @@ class TestOpenAIAgents:
         agents.set_tracing_disabled(True)
         return getattr(agents, request.param)(NAME, openai.AsyncOpenAI(base_url=url, api_key="unused"))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("streamed", [False, True])
     def test_a_loop(self, model, streamed):
         from agents import Agent, ModelSettings, Runner, function_tool
@@ -178,6 +183,7 @@ class TestOpenAIAgents:
 
         assert "21" in asyncio.run(run()) and weather.cities == ["Paris"]
 
+    @pytest.mark.slow
     def test_output_type(self, model):
         from agents import Agent, ModelSettings, Runner
 

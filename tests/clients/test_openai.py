@@ -37,6 +37,7 @@ def test_parse_a_schema(client):
     assert answer.choices[0].message.parsed == Person(name="Anna", age=31)
 
 
+@pytest.mark.slow
 def test_parse_a_strict_tool(client):
     answer = client.chat.completions.parse(
         model=NAME,

@@ -32,6 +32,10 @@ EXAMPLES: dict[str, list[tuple[str, Any]]] = {
     "--huggingface-hub-cache --weights-cache-override": [("/d", "/d")],
     # sizes
     "-tp --tp --tp-size --num-shard -pp --pp --pp-size -dp --dp --dp-size -asc --tokenizer-worker-num": _ONE,
+    "-dpn -dpr -dpl": _ONE,
+    "-dpa": [("10.0.0.1", "10.0.0.1")],
+    "-dpp": [("13345", 13345)],
+    "-dph": [("", True)],
     "-ep": [("", True)],
     "--ep --ep-size --expert-parallel-size": [("2", True), ("1", None)],
     "--device-memory-utilization --mem-fraction-static --cuda-memory-fraction": [

@@ -18,6 +18,7 @@ from quire.configs.options import all_options, config_from
 from quire.configs.peers.groups import Kind
 from quire.configs.peers.reading import Given, is_flag, translate
 from quire.configs.peers.table import OPTIONAL, SERVERS, SWITCH, rows, rows_of
+from quire.server.engines.spare import SpareEngine
 from tests.configs.peer_examples import EXAMPLES
 
 LISTS = Path(__file__).parent / "peer_flags"
@@ -35,10 +36,11 @@ def start(monkeypatch, capsys):
         monkeypatch.delenv(variable)
     calls = []
 
-    def serve(config, _, warnings, *launcher) -> int:
+    def serve(config, _, warnings, *launcher, **spare) -> int:
         calls.append((config, warnings))
         return 0
 
+    monkeypatch.setattr(SpareEngine, "prepare", lambda self, parallel: None)
     monkeypatch.setitem(sys.modules, "quire.server.launch", type("launch", (), {"serve": staticmethod(serve)}))
     monkeypatch.setitem(sys.modules, "quire.server.models.launch", type("launch", (), {"ModelsLauncher": None}))
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import re
 import resource
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from quire.configs import platforms
-from tests.helpers.server.running import poll
+from quire.configs.config import ParallelConfig
+from tests.helpers.server.process import answers, serving
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("checkpoints", "cli", "configs", "engine", "server", "worker")
 WITHOUT = ROOT / "tests" / "helpers" / "platforms"
 # names of the standard library that not all systems have
-_ONLY_SOME = re.compile(r"\bsched_[gs]et\w+|\.prctl\b|\bRLIMIT_\w+|/dev/shm|\baccept4\b|\bMADV_HUGEPAGE|\bSCHED_BATCH")
-# build.py is also a script of its own, which imports nothing of quire
-_MAY_ASK = {"configs/platforms.py", "worker/cpu/build.py"}
+_ONLY_SOME = re.compile(
+    r"\bsched_[gs]et\w+|\.prctl\b|\bRLIMIT_\w+|/dev/shm|\baccept4\b|\bMADV_HUGEPAGE|\bSCHED_BATCH|"
+    r"\bsocket\.TCP_(?:KEEP|USER)\w+|\bpidfd_open"
+)
+# both scripts are programs of their own, which import nothing of quire
+_MAY_ASK = {"configs/platforms.py", "worker/cpu/build.py", "server/media/video/decoder.py"}
 
 
+@pytest.mark.slow
 def test_one_module_asks_for_what_only_some_systems_have():
     asking = {
         str(path.relative_to(ROOT))
@@ -53,6 +56,16 @@ def test_what_stands_in_for_missing_names(monkeypatch):
     assert platforms.open_files_limits() == (platforms.UNLIMITED, platforms.UNLIMITED)
     platforms.set_open_files_limit(64, 64)
     platforms.schedule_thread_as_batch()
+
+
+@pytest.mark.parametrize("name", ["socket.TCP_USER_TIMEOUT", "os.pidfd_open"])
+def test_several_machines_need_linux(monkeypatch, name):
+    monkeypatch.delattr(name, raising=False)
+    ParallelConfig(data_parallel_size=2).check_nodes(headless=False)
+    ParallelConfig(data_parallel_size=2, data_parallel_rank=1).check_nodes(headless=False)
+    for settings in ({"data_parallel_size_local": 1}, {"nnodes": 2}):
+        with pytest.raises(ValueError, match="need Linux"):
+            ParallelConfig(data_parallel_size=2, **settings).check_nodes(headless=False)
 
 
 _IMPORT_ALL = """
@@ -100,29 +113,7 @@ def _environment(**more: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_the_server_runs_without_what_only_linux_has_and_without_a_compiler(tmp_path):
     """Its model is the embedded one; all its processes lack the names."""
-    log = tmp_path / "log"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with open(log, "w") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", "quire-tiny", "--port", str(port)],
-            stdout=output,
-            stderr=output,
-            env=_environment(CXX="no-compiler", QUIRE_CACHE=str(tmp_path), HF_HUB_OFFLINE="1"),
-        )
-    try:
-        poll(lambda: "ready in" in log.read_text() or server.poll() is not None, 200)
-        assert server.poll() is None, log.read_text()
-        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
-        schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-        format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=100, trust_env=False) as client:
-            model = client.get("/v1/models").json()["data"][0]["id"]
-            for more in ({}, {"response_format": format}):
-                answer = client.post("/v1/chat/completions", json=body | {"model": model} | more)
-                assert answer.status_code == 200, answer.text
-                assert answer.json()["usage"]["completion_tokens"] > 0
-        assert "plain torch serves" in log.read_text()
-    finally:
-        server.terminate()
-        assert server.wait(60) == 0, log.read_text()
+    environment = _environment(CXX="no-compiler", QUIRE_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
+    with serving([sys.executable], environment, tmp_path / "log") as client:
+        answers(client)
+    assert "plain torch serves" in (tmp_path / "log").read_text()

@@ -90,6 +90,30 @@ def test_the_kernels_are_built_from_what_their_stage_copies(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("machine", "target", "package", "compiler"),
+    [
+        ("", "", "g++", "g++"),  # an older builder names neither
+        ("arm64", "arm64", "g++", "g++"),
+        ("amd64", "arm64", "g++-aarch64-linux-gnu", "aarch64-linux-gnu-g++"),
+        ("arm64", "amd64", "g++-x86-64-linux-gnu", "x86_64-linux-gnu-g++"),
+        ("amd64", "riscv64", None, None),
+    ],
+)
+def test_the_kernels_are_compiled_for_the_images_machine(tmp_path, machine, target, package, compiler):
+    (tmp_path / "apt-get").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "rm").write_text("#!/bin/sh\n")
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$CXX"\n')
+    for name in ("apt-get", "rm", "python"):
+        (tmp_path / name).chmod(0o755)
+    script = "\n".join(["set -eu", *(rest for key, rest in STAGES["kernels"] if key == "RUN")])
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BUILDARCH": machine, "TARGETARCH": target}
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (package is not None)
+    if package is not None:
+        assert done.stdout.split()[-2:] == [package, compiler]
+
+
+@pytest.mark.parametrize(
     "cuda, variables, expected",
     [
         (None, {"PIP_EXTRA_INDEX_URL": "https://example.org"}, ""),

@@ -1,9 +1,10 @@
 """deploy/nginx.conf with Debian's nginx: streams, long silences, connections that are kept, and servers restarted one
-after the other under load.
+after the other under load, during ROLLING_REQUESTS requests (200).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from tests.server.test_launch import free_port
 NGINX = shutil.which("nginx")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 SITE = Path(__file__).parents[2] / "deploy/nginx.conf"
+REQUESTS = int(os.environ.get("ROLLING_REQUESTS", "200"))
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
 
@@ -80,6 +82,7 @@ def proxied(model_folder, tmp_path_factory) -> Iterator[tuple[str, RunningServer
             yield url, server
 
 
+@pytest.mark.slow
 def test_streams_are_not_buffered(proxied):
     url, _ = proxied
     times, body = [], BODY | {"max_tokens": 20, "stream": True}
@@ -168,12 +171,8 @@ def rolling(model_folder: str, folder: Path, num_requests: int, num_clients: int
         return statuses
 
 
-def test_a_rolling_restart_loses_no_request(model_folder, tmp_path):
-    statuses = rolling(model_folder, tmp_path, 100, 4)
-    assert len(statuses) >= 100 and set(statuses) == {200}
-
-
 @pytest.mark.slow
-def test_a_rolling_restart_under_2000_requests(model_folder, tmp_path):
-    statuses = rolling(model_folder, tmp_path, 2000, 16)
-    assert len(statuses) >= 2000 and set(statuses) == {200}
+def test_a_rolling_restart_loses_no_request(model_folder, tmp_path):
+    statuses = rolling(model_folder, tmp_path, REQUESTS, 8)
+    assert len(statuses) >= REQUESTS and set(statuses) == {200}
+    print(f"{len(statuses)} requests, half of them streams, none failed")

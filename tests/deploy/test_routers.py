@@ -1,7 +1,7 @@
-"""Real routers in front of real servers: vLLM's router and Dynamo's indexer, where they are installed.
+"""Real routers in front of real servers: vLLM's and SGLang's, and Dynamo's indexer, where they are installed.
 
-FLEET_PYTHON names the Python of an environment with vllm-router and ai-dynamo; without it and without them in this one
-the tests are skipped.
+FLEET_PYTHON names the Python of an environment with vllm-router, sglang-router and ai-dynamo (of that without its
+dependencies, with ai-dynamo-runtime); without it and without them in this one the tests are skipped.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pytest
 from tests.helpers.server.running import RunningServer, make_config, poll, running_server
 from tests.server.test_launch import free_port
 
+REQUESTS = int(os.environ.get("ROLLING_REQUESTS", "200"))
 PYTHON = os.environ.get("FLEET_PYTHON", sys.executable)
 ANSWERED = 'handler="/v1/completions",method="POST",status="2xx"'
 TEXT = "A long enough prompt for some blocks. " * 12
@@ -63,10 +64,15 @@ def _answers(client: httpx.Client, path: str) -> bool:
         return False
 
 
-def test_dynamos_indexer_knows_what_is_cached(model_folder):
+FORMATS = pytest.mark.parametrize("event_format", ["map", "array"])
+
+
+@FORMATS
+def test_dynamos_indexer_knows_what_is_cached(model_folder, event_format):
     needs("dynamo.indexer")
     events, replay, port = free_port(), free_port(), free_port()
     config = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
+    config["event_format"] = event_format
     with running_server(model_folder, block_size=16, kv_events_config=json.dumps(config)) as running:
         running.wait_ready()
         ids = running.http.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
@@ -86,8 +92,8 @@ def test_dynamos_indexer_knows_what_is_cached(model_folder):
             poll(lambda: not indexer.post("/query", json=asked).json()["scores"].get("1", {}).get("0", 0), 30)
 
 
-def test_vllms_router_sends_a_prompt_to_the_server_that_has_cached_it(model_folder):
-    """It would send all prompts to the first one."""
+def test_vllms_router_sends_prompts_to_the_server_that_has_cached_them(model_folder):
+    """vllm-router 0.1.17 reads maps only: without events it chooses a server at random."""
     needs("vllm_router")
     port = free_port()
     with ExitStack() as stack:
@@ -111,7 +117,8 @@ def test_vllms_router_sends_a_prompt_to_the_server_that_has_cached_it(model_fold
             assert router.post("/v1/completions", json=body).is_success
             return answered(pair[1]) == before + 1
 
-        assert poll(follows, 60)
+        poll(follows, 60)
+        assert all(follows() for _ in range(8))
 
 
 def answered(server: RunningServer) -> float:
@@ -141,9 +148,38 @@ def test_vllms_router_sends_prompts_to_one_server_and_decodes_at_another(model_f
         assert sum(float(line.rpartition(" ")[2]) for line in hits) >= 16
 
 
-def test_servers_restart_one_after_the_other_behind_vllms_router(model_folder):
-    """Of 2,000 requests and more, a quarter of them streams, none fails while both servers restart."""
+def test_vllms_router_chooses_the_engine(model_folder):
+    """In turn; the server would send all of these prompts to one engine."""
     needs("vllm_router")
+    port = free_port()
+    with running_server(model_folder, data_parallel_size=2) as server:
+        server.wait_ready()
+        arguments = ["vllm_router.launch_router", "--policy", "round_robin", "--worker-urls", server.url]
+        arguments += [
+            "--intra-node-data-parallel-size",
+            "2",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--prometheus-port",
+            str(free_port()),
+        ]
+        with program(*arguments, port=port) as router:
+            body = BODY | {"model": server.config.server.served_model_name[0]}
+            poll(lambda: router.post("/v1/completions", json=body).is_success, 30)
+            for _ in range(5):
+                assert router.post("/v1/completions", json=body).is_success
+        lines = server.http.get("/metrics").text.splitlines()
+        done = [line for line in lines if line.startswith("vllm:request_success_total") and 'reason="length"' in line]
+        assert [float(line.rpartition(" ")[2]) for line in done] == [3, 3]
+
+
+@pytest.mark.parametrize("package", ["vllm_router", "sglang_router"])
+def test_servers_restart_one_after_the_other_behind_a_router(model_folder, monkeypatch, package):
+    """Of ROLLING_REQUESTS requests and more, a quarter of them streams, none fails while both servers restart."""
+    needs(package)
+    monkeypatch.setenv("FAKE_EXECUTOR", "step_delay=0.01")
     port, ports = free_port(), [free_port(), free_port()]
     name = "org/test-model"
 
@@ -151,8 +187,9 @@ def test_servers_restart_one_after_the_other_behind_vllms_router(model_folder):
         return RunningServer(make_config(model_folder, port=one, shutdown_timeout=20.0)).wait_ready()
 
     servers = [start(one) for one in ports]
-    arguments = ["vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    arguments = [f"{package}.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
     arguments += ["--worker-urls", *(f"http://127.0.0.1:{one}" for one in ports)]
+    arguments += ["--prometheus-port", str(free_port())]
     arguments += ["--health-check-interval-secs", "1", "--retry-max-retries", "8", "--cb-timeout-duration-secs", "2"]
     failed: list[str] = []
     done, restarted = 0, threading.Event()
@@ -170,7 +207,7 @@ def test_servers_restart_one_after_the_other_behind_vllms_router(model_folder):
 
     def restart() -> None:
         for i, one in enumerate(ports):
-            poll(lambda i=i: done > 300 + 600 * i, 300)
+            poll(lambda i=i: done > REQUESTS * (1 + 2 * i) // 7, 300)
             assert servers[i].stop() == 0
             servers[i] = start(one)
             poll(lambda i=i: ANSWERED in servers[i].http.get("/metrics").text, 120)  # the router sends to it again
@@ -178,7 +215,7 @@ def test_servers_restart_one_after_the_other_behind_vllms_router(model_folder):
 
     def numbers() -> Iterator[int]:
         for i in range(50_000):
-            if i >= 2000 and restarted.is_set():
+            if i >= REQUESTS and restarted.is_set():
                 return
             yield i
 
@@ -192,3 +229,4 @@ def test_servers_restart_one_after_the_other_behind_vllms_router(model_folder):
     for one in servers:
         one.stop()
     assert restarted.is_set() and not failed, failed[:5]
+    print(f"{done} requests, a quarter of them streams, none failed")

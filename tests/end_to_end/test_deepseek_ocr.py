@@ -79,6 +79,7 @@ def test_pages(tmp_path):
         check(model, prompt.token_ids, result, pages=pages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unlimited_ocr", "deepseek_ocr2"])
 def test_pages_equal_transformers(name, tmp_path):
     """The window of Unlimited-OCR's outputs is longer than the answers here; see test_output_window.py."""

@@ -130,7 +130,12 @@ def test_the_text_of_a_wrapper(model_type, text, vision, bare, prompts, tmp_path
         language = re.compile(r"^(model\.language_model|language_model\.model)\.")
         renamed = {language.sub("", name): value for name, value in tensors.items() if language.match(name)}
         save_file(renamed, tmp_path / "model.safetensors")
-    engine = InProcessEngine(str(tmp_path), max_model_len="200", language_model_only=bare)
+    assert_same_text(model, tmp_path, prompts, language_model_only=bare)
+
+
+def assert_same_text(model, folder, prompts, **settings) -> None:
+    """Compare tokens and logprobs of the checkpoint in `folder` with those of transformers' `model`."""
+    engine = InProcessEngine(str(folder), max_model_len="200", **settings)
     sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
     chosen = [prompt for prompt in prompts if 1 < len(prompt) < 130][::4]
     results = engine.generate(chosen, sampling)
@@ -176,6 +181,7 @@ def test_correction_biases_that_the_files_of_axk1_lack_are_zero(prompts, tmp_pat
     assert (wrong, error < 1e-3) == (0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_VARIANTS)
 def test_bfloat16_where_the_margin_is_clear(name, prompts, tmp_path):
     """The reference computes in float32 with the same weights, so only rounding differs. It may change which experts a

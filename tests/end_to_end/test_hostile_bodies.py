@@ -25,7 +25,6 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.hostile_bodies import CHAT, crowd, memory
 from quire.cli.bench.process import ServerProcess, free_port
 from quire.server.api.openai.protocol import (
     ChatCompletionRequest,
@@ -34,6 +33,7 @@ from quire.server.api.openai.protocol import (
     TokenizeRequest,
 )
 from quire.server.request.limits import MAX_PROMPTS
+from tests.helpers.server.hostile_bodies import CHAT, crowd, memory
 from tests.helpers.server.running import poll
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ PATHS = {
     "DetokenizeRequest": "/detokenize",
 }
 STREAMS, TOKENS = 4, 64
-NUMBER = int(os.environ.get("HOSTILE_BODIES", "200"))
+NUMBER = int(os.environ.get("HOSTILE_BODIES", "80"))
 # characters or ids of prompts, times n: these bodies do not test the amount of computation, which the scheduler limits
 MAX_COMPUTED = 20_000
 LONGEST = 70_000  # maximum elements or characters of a drawn value

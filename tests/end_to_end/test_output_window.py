@@ -53,6 +53,7 @@ def check(model, prompt: list[int], result, **images: Any) -> None:
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [200, 36])
 def test_outputs_are_those_of_transformers(model, num_blocks):
     """All at once; also with so few blocks that requests are preempted and computed again."""
@@ -68,6 +69,7 @@ def test_outputs_are_those_of_transformers(model, num_blocks):
     assert any(result.num_preemptions for result in results) is (num_blocks == 36)
 
 
+@pytest.mark.slow
 def test_pages(model, tmp_path):
     """Of prompts with images the whole prompt stays visible, too."""
     folder, theirs = model

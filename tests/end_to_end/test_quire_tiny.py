@@ -80,6 +80,7 @@ def test_it_is_the_only_model(client):
     assert [model.id for model in client.models.list()] == ["quire-tiny"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("question", "answer"),
     [
@@ -98,6 +99,7 @@ def test_answers(client, question, answer):
     assert ask(client, question) == answer
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_steps(client, profiles):
     with httpx.Client(base_url=str(client.base_url).removesuffix("/v1/"), trust_env=False, timeout=120) as http:
         assert http.post("/stop_profile").status_code == 409
@@ -127,6 +129,7 @@ NOT_ASCII = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", NOT_ASCII)
 def test_it_copies_what_is_not_ascii(client, text):
     assert ask(client, f"Repeat: {text}") == text
@@ -161,6 +164,7 @@ def test_it_writes_json(client):
     assert json.loads(ask(client, "Write a JSON object with name Anna and age 31.")) == {"name": "Anna", "age": 31}
 
 
+@pytest.mark.slow
 def test_a_long_answer_streams_in_many_pieces(client):
     stream = client.chat.completions.create(
         model="quire-tiny",
@@ -174,6 +178,7 @@ def test_a_long_answer_streams_in_many_pieces(client):
     assert "".join(pieces).startswith("The sea")
 
 
+@pytest.mark.slow
 def test_it_calls_a_tool_and_uses_its_result(client):
     """Uses text, so that the test does not depend on whether the chat route parses tool calls."""
     messages = [{"role": "user", "content": "What is the weather in Berlin?"}]

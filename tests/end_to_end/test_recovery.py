@@ -448,3 +448,29 @@ def test_no_process_and_no_file_is_left(model_folder, tmp_path, temporary_files,
         server.wait()
         poll(lambda: all(gone(child) for child in children), 2)
         assert not list(temporary_files.iterdir())
+
+
+def test_the_stream_of_a_server_that_is_gone_goes_on_at_another(checkpoint, tmp_path):
+    """As a router does it that keeps token ids: prompt and tokens so far are the prompt of the rest."""
+    body = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
+    prompt, ids = [], []
+    folder = checkpoint("qwen3")
+    with server_process(folder, tmp_path, **TINY) as dying, server_process(folder, tmp_path, **TINY) as other:
+        dying.wait_ready()
+        other.wait_ready()
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            dying.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                    prompt, ids = choice.get("prompt_token_ids") or prompt, ids + choice["token_ids"]
+                    if len(ids) > 20:
+                        dying.process.kill()
+        (whole,) = other.http.post("/v1/completions", json=body).json()["choices"]
+        rest = body | {"prompt": prompt + ids, "max_tokens": 300 - len(ids)}
+        (more,) = other.http.post("/v1/completions", json=rest).json()["choices"]
+    assert 20 < len(ids) < 300 and prompt == whole["prompt_token_ids"]
+    assert ids + more["token_ids"] == whole["token_ids"]

@@ -21,6 +21,7 @@ def test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path):  # noq
     test_families.test_tokens_and_logprobs_equal_transformers(name, prompts, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SEEING, "zamba2"])
 def test_two_ranks_agree_with_one(name, tmp_path):
     folder = build_family(name, tmp_path)

@@ -21,7 +21,7 @@ SETTINGS = {
     "num_threads": 1, "deterministic": True, "dtype": "bfloat16",
     "load_niceness": 1,
 }  # fmt: skip
-NUM_REQUESTS = 40
+NUM_REQUESTS = 20
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ def words(seed: int, count: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "depth", "turns", "drafts"),
     [("qwen3_5", 1, 30, None), ("qwen3_5", 2, 8, None), ("mamba2", 1, 8, None), ("qwen3_5", 1, 8, "suffix")],

@@ -221,6 +221,7 @@ def test_without_a_vocabulary_only_the_request_fails(checkpoint):
     assert "vocabulary" in bad.error and good.error is None
 
 
+@pytest.mark.slow
 def test_preemption(checkpoint, engine):
     """Long answers in a small cache: matchers and budgets start again in the middle."""
     schema = {"type": "array", "items": {"enum": ["a", "bc", 3, None]}, "minItems": 30, "maxItems": 40}
@@ -237,6 +238,7 @@ def test_preemption(checkpoint, engine):
     assert [result.token_ids for result in results] == [one.token_ids for one in engine.generate(prompts, sampling)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"steps_in_flight": 2}, {"steps_in_flight": 3, "max_num_batched_tokens": 7}, {"enable_prefix_caching": False}],
@@ -280,6 +282,7 @@ def test_drafts_do_not_change_an_answer(checkpoint, expected, method):
         drafting.close()
 
 
+@pytest.mark.slow
 def test_keys_of_a_schema_have_one_spelling_and_cost_no_step(checkpoint):
     keys = ["name_of_the_customer", "able_to_pay"]
     schema = {"type": "object", "properties": {key: {"type": "boolean"} for key in keys}, "required": keys}

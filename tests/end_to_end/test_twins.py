@@ -18,6 +18,7 @@ from tests.worker.test_tensor_parallel import build, logits_of
 LENGTHS = [1, 2, 3, 5, 8, 15, 16, 17, 24, 25, 33, 47, 64, 65, 90, 128, 200]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
 def test_tokens_and_logprobs_equal_the_formula(name, tmp_path):
     """Ragged prompts at once under chunked prefill, and again with prefix hits."""

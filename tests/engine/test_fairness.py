@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,6 +144,7 @@ def test_an_idle_tenant_does_not_make_up_for_its_time():
 work = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=4, max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(work, st.sampled_from([0.5, 1.0, 4.0])), min_size=2, max_size=4), st.integers(1, 4))
 def test_busy_tenants_are_served_by_weight(tenants, rows):
@@ -180,6 +182,7 @@ def test_parts(needs, weights, total):
         assert sum(parts.values()) >= min(total, sum(needs.values())) - len(needs)
 
 
+@pytest.mark.slow
 def test_a_first_token_is_not_late_in_seconds_either():
     """On a device that computes 1,000 tokens a second a full step would take two seconds."""
     for prompt in (200, 1024, 3000):

@@ -86,6 +86,7 @@ engine_settings = st.fixed_dictionaries(
 limits = st.tuples(st.integers(12, 24), st.integers(1, 24), st.booleans())
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(engine_settings, st.sampled_from(["full", "full", "full+window:9", "window:5"]), limits, workload())
 def test_any_schedule_gives_what_each_request_gets_alone(configuration, mix, limits, requests):

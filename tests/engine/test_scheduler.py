@@ -339,6 +339,7 @@ def test_who_excluded_every_token(sampling, kind):
     assert (found.error, found.error_kind) == (NO_TOKEN_ERROR, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_500_aborts_at_random_moments_free_everything(depth, policy):
@@ -375,6 +376,7 @@ def test_500_aborts_at_random_moments_free_everything(depth, policy):
     assert all(sum(bool(output.finish_reason) for output in outputs) <= 1 for outputs in engine.outputs.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_heavy_pressure(depth, policy):

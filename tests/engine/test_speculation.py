@@ -39,6 +39,7 @@ def fake_engine(options: str, **configuration) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [0, 0.2, 1])
 @settings(max_examples=25, deadline=None)
 @given(configurations, group_mixes, st.integers(1, 7), workload())

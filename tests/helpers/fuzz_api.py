@@ -1,6 +1,7 @@
-"""Send requests from the OpenAPI document by schemathesis: `python -m tests.helpers.fuzz_api [--requests 20000]`.
+"""Sends requests from the OpenAPI document by schemathesis: `python -m tests.helpers.fuzz_api [--requests 20000]`.
 
-Half of them go to a server with the fake executor and a store of batches, half to the embedded model, side by side. A
+Half of the requests go to a server with the fake executor and a store of batches, half to the embedded model, in
+parallel. A
 failure is a 5xx, a hang, a closed connection, or an answer that the document does not describe: its status, content
 type, headers or body. A 503 is no failure if it has the Retry-After header that the document promises; they are
 counted.
@@ -33,7 +34,7 @@ CHECKS = [
     "response_schema_conformance",
 ]
 SETTINGS = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503]\n'
-PER_REQUEST_SECONDS = 30  # longer is a hang
+PER_REQUEST_SECONDS = 30  # seconds; a longer request counts as a hang
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Result:
 
 
 def fuzz(url: str, folder: Path, num_requests: int, seconds: int, seed: int = 1) -> Result:
-    """Send about `num_requests` to a server, or what can be sent in `seconds`."""
+    """Send about `num_requests` to a server, for at most `seconds`."""
     folder.mkdir()
     (folder / "schemathesis.toml").write_text(SETTINGS)
     num_operations = sum(map(len, httpx.get(f"{url}/openapi.json", trust_env=False).json()["paths"].values()))
@@ -71,7 +72,7 @@ def _num_unavailable(url: str) -> int:
 
 
 def fuzz_both(num_requests: int, seconds: int, seed: int = 1) -> dict[str, Result]:
-    """The results of the server with the fake executor and of the embedded model."""
+    """Return the results of the server with the fake executor and of the embedded model."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as servers, ThreadPoolExecutor() as threads:
         folder, started = Path(name), {}
         (folder / "model").mkdir()

@@ -1,4 +1,4 @@
-"""Whether there is a GPU, without importing torch."""
+"""Finds out whether there is a GPU, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from glob import glob
 
 
 def has_gpu() -> bool:
-    """By its device file or, where the machine shows none (WSL, some sandboxes), by the driver's library, which torch
-    asks, too.
+    """Return whether there is a GPU, by its device file or, where that is hidden (WSL, some sandboxes), by the driver's
+    library, which torch also asks.
     """
     if glob("/dev/nvidia[0-9]*"):
         return True

@@ -1,4 +1,4 @@
-"""The engine loop over a real worker in this process, without sockets: requests in, outputs out.
+"""Runs the engine loop over a real worker in this process, without sockets: requests in, outputs out.
 
 With the environment variable FORCED_DRAFTS steps verify drafts, 4 of each request, so that any test can be run with
 them: "auto" (grammar, lookup and prediction heads), "ngram" or another method, "draft_model" (every model drafts for
@@ -35,7 +35,7 @@ FORCED_DRAFTS = os.environ.get("FORCED_DRAFTS")
 
 @dataclass
 class Result:
-    """All outputs of one request."""
+    """Collects the outputs of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Result:
 
 
 def forced_drafts(folder: str) -> dict[str, str]:
-    """The setting of all engines that have none of their own."""
+    """Return the `speculative_config` of all engines without their own."""
     if not FORCED_DRAFTS:
         return {}
     drafter = {"model": folder} if FORCED_DRAFTS == "draft_model" else {}
@@ -58,7 +58,9 @@ def forced_drafts(folder: str) -> dict[str, str]:
 
 
 class InProcessEngine:
-    """`InProcessEngine(folder, max_num_seqs=4)`; settings are field names of `Config`."""
+    """Runs requests on the model in a folder: `InProcessEngine(folder, max_num_seqs=4)`; settings are fields of
+    `Config`.
+    """
 
     cache_salt: str | None = None  # of all requests
 

@@ -1,4 +1,4 @@
-"""Stores of other programs, made in a folder of a test."""
+"""Makes model stores of other programs in a folder of a test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VARIABLES = ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE", 
 
 
 def isolated_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the user's home, and quire's cache in it, be an empty folder; returns it."""
+    """Make the user's home, and quire's cache in it, an empty folder; returns it."""
     for name in _VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(folder))

@@ -1,5 +1,5 @@
-"""Families that transformers has not: a tiny random checkpoint of each in the layout of the published files, and the
-published formula in plain torch, token by token where there is a state.
+"""Implements families that transformers lacks: a tiny random checkpoint of each in the layout of the published files,
+and the published formula in plain torch, token by token where there is a state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rotate(x: torch.Tensor, theta: float, size: int | None = None, interleaved: 
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
-    """Causal attention of heads `[T, heads, D]`; k and v may have fewer heads."""
+    """Compute causal attention of heads `[T, heads, D]`; k and v may have fewer heads."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
     hidden = (distance < 0) | (distance >= (window or len(q)))
@@ -324,6 +324,6 @@ def build_twin(name: str, folder: Path) -> str:
 
 
 def load_twin(name: str, folder: Path) -> Callable[[torch.Tensor], Any]:
-    """The published formula, called as transformers' models are."""
+    """Return the published formula with the interface of transformers' models."""
     config, tensors = TWINS[name][0](), load_file(Path(folder, "model.safetensors"))
     return lambda ids: SimpleNamespace(logits=TWINS[name][2](tensors, config, ids[0])[None])

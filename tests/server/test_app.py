@@ -151,6 +151,7 @@ def test_metrics(server):
         assert count and float(count[1]) >= 1
 
 
+@pytest.mark.slow
 def test_openapi_describes_the_bodies(server):
     document = server.http.get("/openapi.json").json()
     assert server.http.get("/docs").status_code == 200
@@ -233,6 +234,7 @@ def test_a_wrong_path_is_told_the_right_one(server, path, shown, meant):
 POSTS = [route.path for route in ROUTES if isinstance(route.body, type) and route.method == "POST"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", POSTS)
 def test_what_is_no_json_object(server, path):
     headers = {"content-type": "application/json; charset=utf-8"}
@@ -465,6 +467,7 @@ def test_while_loading(model_folder):
         assert http.get("/health").json() == {"status": "ready"}
 
 
+@pytest.mark.slow
 def test_ending_lets_running_requests_finish(model_folder):
     with running_server(model_folder, fake="step_delay=0.01") as server:
         server.wait_ready()
@@ -482,6 +485,7 @@ def test_ending_lets_running_requests_finish(model_folder):
             httpx.get(f"{server.url}/live", trust_env=False)
 
 
+@pytest.mark.slow
 def test_ending_ends_the_rest_with_an_error_event(model_folder):
     with running_server(model_folder, fake="step_delay=0.05", shutdown_timeout=0.3) as server:
         server.wait_ready()

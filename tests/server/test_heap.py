@@ -17,7 +17,7 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 libc.mallinfo2.restype = Info
 if sys.argv[1] == "apart":
-    heap.keep_large_blocks_apart()
+    heap.fix_mmap_threshold()
 libc.free(libc.malloc(4 << 20))  # glibc raises its threshold when such a block is freed
 before = libc.mallinfo2().hblks
 pointers = [libc.malloc(256 << 10) for _ in range(3)]

@@ -31,6 +31,7 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
 def test_which_signals_end_at_once(monkeypatch, signals, ends):
     launcher = Launcher.__new__(Launcher)
     launcher.engines, launcher.frontend, launcher.config = MagicMock(), MagicMock(num_in_flight=1), Config()
+    launcher.spare = MagicMock()
     launcher.stop, launcher.announced = asyncio.Event(), True
     launcher._interrupted, launcher._signalled = False, 0.0
     monkeypatch.setattr(launch.os, "_exit", MagicMock(side_effect=SystemExit))
@@ -40,6 +41,7 @@ def test_which_signals_end_at_once(monkeypatch, signals, ends):
             with pytest.raises(SystemExit):
                 launcher.on_signal(sent)
             launch.os._exit.assert_called_once_with(128 + ends)
+            launcher.spare.close.assert_called_once_with()
         else:
             launcher.on_signal(sent)
             assert launcher.stop.is_set() and not launch.os._exit.called

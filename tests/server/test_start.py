@@ -11,6 +11,7 @@ import termios
 
 import pytest
 
+from quire import __main__
 from tests.helpers.server.light_model import write_light_model
 from tests.helpers.server.running import running_server
 
@@ -29,6 +30,7 @@ def test_a_chat_template_needs_no_warning(model_folder, caplog):
     assert "chat template" not in caplog.text
 
 
+@pytest.mark.slow
 def test_no_tokenizer_is_no_start(tmp_path):
     """In a process of its own, which a server that cannot start ends at once."""
     folder = write_light_model(tmp_path)
@@ -59,6 +61,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["imports", "start of the engine"])
 def test_ctrl_c_before_the_server_listens_to_signals(model_folder, moment, tmp_path, monkeypatch):
     """No traceback, no error of `make serve`, and no engine with its folder is left."""
@@ -85,6 +88,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_bar_shows_the_loading(model_folder):
     """The line of the log does not follow the bar on its line."""
     terminal, stderr = pty.openpty()
@@ -97,3 +101,23 @@ def test_ctrl_c_while_a_bar_shows_the_loading(model_folder):
     assert ended.returncode == 0 and any("loading weights:  50%" in line for line in lines), lines
     (said,) = (line for line in lines if "stopping before the model is loaded" in line)
     assert said.startswith("20")  # the year
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+def test_closed_standard_streams_are_not_given_to_other_files(closed):
+    """A socket with the number of stderr would get the log."""
+    program = (
+        "import os, sys\nfrom quire import __main__\nfrom quire.cli import main\n"
+        "main.main = lambda argv: print('out') or print('err', file=sys.stderr) or os.open(os.devnull, os.O_RDONLY)\n"
+        "code = __main__.main()\nsys.stdout.flush()\n"
+        "raise SystemExit(0 if code > 2 and all(map(os.get_inheritable, range(3))) else 9)"
+    )
+    command = f'exec "$0" -c "$1" list {closed}'
+    assert subprocess.run(["bash", "-c", command, sys.executable, program], timeout=60, check=False).returncode == 0
+
+
+def test_a_user_without_a_home_has_the_root_folder(monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr("quire.cli.main.main", lambda argv: print(os.environ["HOME"]) or 0)
+    monkeypatch.setenv("HOME", "x")
+    assert __main__.main() == 0 and os.environ["HOME"] == "/"

@@ -91,6 +91,7 @@ def test_programs_run(block, embedded_server, tmp_path):
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in CURLS if b.page not in NOT_HERE], ids=lambda block: block.id)
 def test_curl_commands_are_answered(block, embedded_server):
     text = ADDRESS.sub(embedded_server.url.removeprefix("http://"), block.text)
@@ -106,6 +107,7 @@ def flags_of(command: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", done.stdout))
 
 
+@pytest.mark.slow
 def test_commands_of_quire_have_flags_that_exist():
     serve = {flag for option in all_options().values() for flag in option.flags}
     serve |= {flag.replace("--", "--no-", 1) for flag in serve} | {"--config", "--print-config", "--help-all", "--help"}

@@ -150,6 +150,32 @@ def test_after_an_interruption_everything_is_written_again(venv, tmp_path):
     assert not any("--ignore-installed" in call for call in pip_calls(folder)[-2:])
 
 
+@pytest.mark.slow
+def test_an_environment_whose_python_was_removed_is_made_anew(tmp_path, capsys):
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "pyvenv.cfg").write_text("home = /gone/bin\n")
+    (folder / "lib/python3.10/site-packages").mkdir(parents=True)
+    for name in (".installed-serve", ".installed-dev"):
+        (folder / name).touch()
+    (folder / "bin/python").symlink_to("python3")
+    (folder / "bin/python3").symlink_to("/gone/bin/python3")
+    planned = subprocess.run(
+        ["make", "-n", "serve", f"VENV={folder}"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "tools/install.py" in planned, "the stamps hide that there is no interpreter"
+    install.Installer(folder, None)._create_venv()
+    assert subprocess.run([folder / "bin/python", "-m", "pip", "--version"], check=False).returncode == 0
+    assert not (folder / "lib/python3.10").exists() and "its Python does not run" in capsys.readouterr().out
+
+
+def test_the_remedy_for_a_python_without_ensurepip_is_for_it_alone(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(install.InstallError) as error:
+        install.Installer(tmp_path / "file", None)._create_venv()
+    assert "cannot create a virtual environment" in str(error.value) and "apt-get" not in str(error.value)
+
+
 def test_ctrl_c_ends_in_order(venv):
     folder = venv("echo 'Installing collected packages: torch'; sleep 60")
     process = subprocess.Popen(

@@ -30,6 +30,7 @@ def test_no_type_and_no_family_is_missing():
         (["InklingForCausalLM"], "", "no: its attention adds a bias"),
         (["SomeForCausalLM"], "", "transformers' implementation"),
         (["SomeForCausalLM"], "it has an encoder", "no: it has an encoder"),
+        (["SomeForCausalLM"], "for vectors and classes only", "transformers' implementation, for vectors"),
         (["SomeForCausalLM"], None, "no: no file for it"),
     ],
 )

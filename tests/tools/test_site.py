@@ -27,6 +27,7 @@ def answers(embedded_server):
     return paths, list(endpoints.ask_all(embedded_server.url))
 
 
+@pytest.mark.slow
 def test_every_example_is_answered_as_its_page_says(answers):
     wrong = {
         f"{one.example.method} {one.path}": (one.status, one.answer[:300])
@@ -36,6 +37,7 @@ def test_every_example_is_answered_as_its_page_says(answers):
     assert not wrong, "\n".join(f"{k}: {v}" for k, v in wrong.items())
 
 
+@pytest.mark.slow
 def test_every_route_has_an_example(answers):
     paths, asked = answers
     shown = {(one.example.method.lower(), re.sub(r"\{\w+\}", "{}", one.example.path)) for _, one in asked}
@@ -60,6 +62,7 @@ def test_the_page_shows_requests_and_answers(answers):
     assert max(map(len, text.splitlines())) < 4000
 
 
+@pytest.mark.slow
 def test_every_message_of_the_code_has_an_entry(found):
     text = messages.page(found)
     assert len(found) > 800 and text.count("\n| ") == len(found) + text.count("| message |")
@@ -101,6 +104,7 @@ def test_all_flags_of_others_are_listed_with_links_to_ours(server):
     assert targets and all(f'<a id="{target}"></a>' in flags.page() for target in targets)
 
 
+@pytest.mark.slow
 def test_frequent_messages_are_explained_as_the_code_writes_them(found):
     """Each heading of troubleshooting.md is a message of the code, `...` for what is filled in."""
     known = [message.text for message in found]

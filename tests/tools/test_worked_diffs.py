@@ -66,6 +66,7 @@ def logits(folder: Path):
         return model.logits(PagedRunner(model, 1, len(TEXT)).step({0: TEXT})[0])
 
 
+@pytest.mark.slow
 def test_a_model_family(load, monkeypatch, tmp_path):
     import torch
 

@@ -29,6 +29,7 @@ def _resolve(folder, **settings):
     return resolve_limits(config, read_model_spec(folder), CpuPlatform())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, mode", [("bert", "mean"), ("modernbert", "cls")])
 def test_close_embeddings_are_computed_in_bfloat16(name, mode, tmp_path):
     folder = build_encoder(name, tmp_path / "model", mode=mode)

@@ -235,6 +235,7 @@ class FakeModel(torch.nn.Module):
     """The next token is the sum of the last token and its position; token 7 has logits that are not numbers."""
 
     spec = SimpleNamespace(is_encoder=False, vision=None, crosses=False)
+    failures: dict = {}
 
     def forward(self, input_ids, positions, attn, hidden=None, wanted=None):
         hidden = torch.stack([input_ids.long(), positions], 1)

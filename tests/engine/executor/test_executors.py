@@ -108,12 +108,18 @@ def test_two_ranks_run_every_step():
             os.kill(pid, signal.SIGTERM)
         assert generate(executor, executor._config, ready) == EXPECTED
         assert executor.call("whoami", "rank") == "rank 0 of 2"
+        assert [executor.call("load_lora", key, "files") for key in "012"] == [
+            "rank 0 has no files",
+            "rank 1 has no files",
+            "",
+        ]
         assert len(executor.sentinels()) == 2
     finally:
         executor.shutdown()
     assert_gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_folder", [True, False])
 def test_ranks_meet_where_nobody_else_can_go(monkeypatch, tmp_path, own_folder):
     """The rendezvous is a file, not a port of this machine, which any user could join."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +75,35 @@ def test_a_machine_that_joins_again_takes_the_place_of_the_one_that_is_gone(conf
         thread.join(10)
     ranks.pipes[1].send_bytes(b"step")
     assert second.recv_bytes() == b"step"
+
+
+def test_connections_that_say_nothing_or_are_reset_do_not_delay_the_ranks(config):
+    address = (config.parallel.master_addr, config.parallel.master_port)
+    ranks, thread = meeting(config)
+
+    def connected() -> socket.socket | None:
+        try:
+            return socket.create_connection(address, 5)
+        except OSError:
+            return None
+
+    started = time.monotonic()
+    with poll(connected), socket.create_connection(address, 5) as reset:
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reset.close()
+        for rank in (1, 2):
+            nodes.join(config, rank)
+        thread.join(5)
+        assert not thread.is_alive() and sorted(ranks.pipes) == [1, 2]
+    assert time.monotonic() - started < nodes.HELLO_TIMEOUT
+
+
+def test_a_connection_that_is_gone_does_not_join(config, caplog):
+    ranks = nodes.RemoteRanks(config, lambda: None)
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    ranks._arrivals.start(functools.partial(ranks._admit, "tcp://127.0.0.1:1"), ours, "10.0.0.9")
+    poll(lambda: "a connection from 10.0.0.9 does not join" in caplog.text and ours.fileno() == -1, 5)
 
 
 @pytest.mark.parametrize(

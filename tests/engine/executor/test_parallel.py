@@ -121,6 +121,25 @@ def test_every_form_over_two_ranks(tmp_path, settings, names):
     run_all(cache(lambda name: build_family(name, tmp_path / f"model-{name}")), tmp_path, names, **settings)
 
 
+# several streams, states next to attention, compressed keys, latents that layers share
+OF_AUTUMN = ["cohere2_moe", "deepseek_v4", "dots3_note", "glm5_next", "hy_v4", "laguna", "mimo_v2", "mistral_large4"]
+OF_AUTUMN += ["zaya"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"tensor_parallel_size": 2}, [*OF_AUTUMN, "lfm3"]),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, OF_AUTUMN),
+        ({"pipeline_parallel_size": 2}, [*OF_AUTUMN, "lfm3"]),
+    ],
+    ids=["tp2", "ep2", "pp2"],
+)
+def test_families_of_this_autumn_over_two_ranks(tmp_path, settings, names):
+    build = cache(lambda name: build_family(name, tmp_path / f"model-{name}"))
+    run_all(build, tmp_path, names, **settings, num_gpu_blocks_override=256)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"pipeline_parallel_size": 2}],

@@ -109,6 +109,7 @@ def test_a_preempted_request_resumes_from_its_newest_checkpoint():
     engine.assert_at_rest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [512, 500])
 @pytest.mark.parametrize("most", [1, 2])
 def test_two_pages_for_each_request_are_enough(length, most):

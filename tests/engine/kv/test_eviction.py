@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -133,6 +134,7 @@ class OrderAgainstModel(RuleBasedStateMachine):
         assert (self.order.hot, self.order.sparse, self.order.levels) == (self.hot, self.sparse, self.levels)
 
 
+@pytest.mark.slow
 def test_the_order_is_that_of_a_naive_model():
     run_state_machine_as_test(
         OrderAgainstModel, settings=settings(max_examples=200, stateful_step_count=40, deadline=None)

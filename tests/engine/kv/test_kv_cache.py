@@ -187,6 +187,7 @@ class BlocksAgainstModel(RuleBasedStateMachine):
         assert self.kv.usage == pytest.approx(len(set(held)) / (self.num_blocks - 1))
 
 
+@pytest.mark.slow
 def test_blocks_against_a_naive_model():
     run_state_machine_as_test(
         BlocksAgainstModel, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)

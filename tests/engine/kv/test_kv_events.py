@@ -272,11 +272,11 @@ def test_bad_settings_are_named(text, message):
 def test_settings_of_several_engines():
     assert read_kv_events('{"endpoint": "tcp://*:5557"}') is None
     settings = read_kv_events('{"enable_kv_cache_events": true, "replay_endpoint": "ipc:///tmp/replay", "topic": null}')
-    assert settings.of_engine(0) == settings and settings.topic == ""
-    third = settings.of_engine(2)
+    assert settings.for_engine(0) == settings and settings.topic == ""
+    third = settings.for_engine(2)
     assert (third.endpoint, third.replay_endpoint) == ("tcp://*:5559", "ipc:///tmp/replay_dp2")
     chosen = read_kv_events('{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}')
-    assert chosen.of_engine(2).endpoint == "tcp://*:0"
+    assert chosen.for_engine(2).endpoint == "tcp://*:0"
 
 
 def test_an_address_that_cannot_be_used_ends_the_start(tmp_path):

@@ -166,6 +166,7 @@ def _of_another_size(producer, monkeypatch):
         entry.crc = outbox.crc32(outbox.os.pread(fd, entry.size, entry.offset))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -221,6 +222,7 @@ def answered_before_copies(producer, monkeypatch):
     return tier
 
 
+@pytest.mark.slow
 def test_a_long_step_of_the_producer_is_no_silence(engines, monkeypatch):
     """The copies of a prompt come long after the answer."""
     producer, consumer = engines()
@@ -239,6 +241,7 @@ def test_a_long_step_of_the_producer_is_no_silence(engines, monkeypatch):
     producer.assert_at_rest()
 
 
+@pytest.mark.slow
 def test_blocks_that_drip_are_not_waited_for(engines, monkeypatch):
     monkeypatch.setattr(tiers, "SILENCE", 0.2)
     monkeypatch.setattr(tiers, "LONGEST", 0.4)

@@ -1,4 +1,4 @@
-"""An executor without a model, for tests of the scheduler and the server and for measuring engine overhead. No torch.
+"""Executes steps without a model or torch, for tests of the scheduler and the server and for measuring engine overhead.
 
 The next token is a pure function of all tokens before it, so `expected_tokens` predicts the output of any request
 without running the engine, and any scheduling mistake changes the output. With `validate` the fake also simulates a
@@ -54,8 +54,8 @@ def extend(state: int, token_id: int) -> int:
 def next_token(state: int, sampling: SamplingParams, num_outputs: int, vocab_size: int, eos_chance: float) -> int:
     """Return the token that follows a context.
 
-    With probability `eos_chance` it is an end-of-sequence token, except below `min_tokens`; otherwise it is none, so
-    that with a chance of 0 only the limits of a request end it, whatever its seed.
+    It is an end-of-sequence token with probability `eos_chance`, except below `min_tokens`. With a chance of 0, only
+    its limits end a request, whatever its seed.
     """
     # mix all bits, because the low bits are dropped below
     mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 + sampling.seed * 0x9E3779B97F4A7C15
@@ -114,7 +114,7 @@ def expected_tokens(
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """Behaviour of the fake. A process reads it from the variable FAKE_EXECUTOR, such as
+    """Configures the fake. A process reads it from the variable FAKE_EXECUTOR, such as
     "step_delay=0.01,eos_chance=0.05,validate=0".
     """
 
@@ -125,10 +125,11 @@ class FakeOptions:
     hang_at_step: float = 0.0  # this step never ends
     fail_at_step: float = 0.0  # the result of this step raises (the engine's warm-up request takes steps 1 and 2)
     fail_on_token: float = -1.0  # the first step of a prompt with this token raises,
-    fail_after: float = 0.0  # or the step after it has generated so many tokens in this process
+    fail_after: float = 0.0  # or the step after it has generated this number of tokens in this process
     groups: str = "full"  # cache groups of the simulated model, e.g. "full+window:24+state"
     # images that the simulated model reads: image token id, cache size and encoder budget, e.g. "5:64:16" or, if an
-    # image is computed whole, "5:64:16:whole". An image whose key begins with "unreadable" cannot be encoded.
+    # image is computed whole, "5:64:16:whole"; "5/6" has the token id of videos, too. An image whose key begins with
+    # "unreadable" cannot be encoded.
     images: str = ""
     # the most drafts of a request per step, if the model has no states, and how likely each is to be wrong
     drafts: float = 0.0
@@ -149,8 +150,10 @@ class FakeOptions:
     def media_info(self) -> MediaInfo | None:
         if not self.images:
             return None
-        token_id, size, budget, *whole = self.images.split(":")
-        return MediaInfo(int(token_id), int(size), int(budget), bool(whole))
+        token_ids, size, budget, *whole = self.images.split(":")
+        image, _, video = token_ids.partition("/")
+        video_token_id = int(video) if video else None
+        return MediaInfo(int(image), int(size), int(budget), bool(whole), video_token_id=video_token_id)
 
 
 _READ: dict[str, Any] = {"validate": lambda text: text not in ("0", "false"), "groups": str, "images": str}
@@ -158,7 +161,7 @@ _READ: dict[str, Any] = {"validate": lambda text: text not in ("0", "false"), "g
 
 @dataclass(slots=True)
 class _Row:
-    """State of a request in the worker: its tokens, as hashes of the context up to each, and its block tables."""
+    """Holds a request's state in the worker: its tokens, as hashes of the context up to each, and its block tables."""
 
     sampling: SamplingParams
     num_prompt_tokens: int
@@ -249,14 +252,14 @@ class FakeExecutor(Executor):
         return False
 
     def give_back(self) -> None:
-        """The contents of all blocks are lost."""
+        """Lose the contents of all blocks."""
         self._slots = [None] * len(self._slots)
 
     def memory_short(self) -> int:
         return 0
 
     def give_back_blocks(self, block_ids: list[int]) -> None:
-        """The contents of these blocks are lost."""
+        """Lose the contents of these blocks."""
         for block_id in block_ids:
             first = block_id * self.ready.block_size
             self._slots[first : first + self.ready.block_size] = [None] * self.ready.block_size
@@ -268,7 +271,7 @@ class FakeExecutor(Executor):
         return self.start_profile(), ""
 
     def load_lora(self, key: str, folder: str) -> str:
-        """Adapters do not change the fake tokens."""
+        """Accept an adapter, which does not change the fake tokens."""
         return ""
 
     def forget_conversation(self, key: str) -> None:
@@ -280,8 +283,12 @@ class FakeExecutor(Executor):
     def unload_lora(self, key: str) -> None:
         """No action."""
 
+    def prepare_warm_up(self) -> list[str]:
+        """Accept the call: nothing is compiled."""
+        return []
+
     def set_vocabulary(self, vocabulary: bytes) -> None:
-        """Grammars do not change the fake tokens."""
+        """Accept a vocabulary: grammars do not change the fake tokens."""
 
     def shutdown(self) -> None:
         if self.tiers is not None:
@@ -422,8 +429,8 @@ class FakeExecutor(Executor):
         return next_token(state, row.sampling, num_outputs, self.ready.vocab_size, self.options.eos_chance)
 
     def _propose(self, step: StepInput, batch: list[_Row]) -> tuple[dict[int, int], list[int]]:
-        """Make drafts for the rows that sampled: the same place of a prediction, or tokens of pseudo-random number and,
-        as the options say, correctness. Returns what `StepOutput` has of them.
+        """Make drafts for the rows that sampled: the same place of a prediction, or tokens of pseudo-random number and
+        correctness, as the options say. Returns the drafts of `StepOutput`.
         """
         predicted = []
         for i in step.samples:
@@ -549,7 +556,7 @@ class FakeExecutor(Executor):
 
 
 class _Platform:
-    """A machine with much RAM."""
+    """Stands for a machine with much RAM."""
 
     shares_ram = True
 

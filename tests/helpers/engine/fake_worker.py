@@ -1,4 +1,4 @@
-"""A fake worker for the executors that run real workers: the fake executor's arithmetic with the worker's interface."""
+"""Implements the worker's interface with the fake executor's arithmetic, for executors that run real workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.engine.fake_executor import FakeExecutor, FakeOptions
 
 
 class FakeWorker:
-    """The model's name selects the behaviour: "bad-model" fails to load; with "crash-1" rank 1 exits in its third step,
+    """Behaves as the model's name says: "bad-model" fails to load; with "crash-1" rank 1 exits in its third step,
     with "raise-1" it raises there.
     """
 
@@ -39,6 +39,9 @@ class FakeWorker:
     def whoami(self, greeting: str) -> str:
         return f"{greeting} {self.rank} of {self.world_size}"
 
+    def load_lora(self, key: str, folder: str) -> str:
+        return f"rank {self.rank} has no {folder}" if key == str(self.rank) else ""
+
     def rendezvous(self) -> str:
         return self.init_method
 
@@ -47,7 +50,7 @@ class FakeWorker:
 
 
 class LateResults(FakeWorker):
-    """A device that computes only when the result is requested, so that a step launched too late is noticed."""
+    """Computes only when the result is requested, so that a step launched too late is noticed."""
 
     launched = 0
 

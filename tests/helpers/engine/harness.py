@@ -1,5 +1,5 @@
-"""The real `EngineCore` over the fake executor, with a fake socket of two lists: input from the test, output of the
-engine.
+"""Runs the real `EngineCore` over the fake executor, with a fake socket of two lists: input from the test, output of
+the engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fake_config(**settings: Any) -> Config:
 
 
 class Clock:
-    """time.monotonic(), which only a waiting engine moves on, and the `timeouts` for which it waited."""
+    """Replaces time.monotonic(), which only a waiting engine advances, and records the `timeouts` of its waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now, self.timeouts = 1000.0, []
@@ -151,7 +151,7 @@ class Engine:
         return found
 
     def call(self, method: str, *args: Any) -> Any:
-        """The result of a call that is answered at once."""
+        """Return the result of a call that is answered at once."""
         self.core.handle(CLIENT, Call(-1, method, list(args)))
         (found,) = [m for _, m in self.socket.sent if isinstance(m, CallResult) and m.call_id == -1]
         self.collect()
@@ -159,8 +159,8 @@ class Engine:
         return found.value
 
     def give_back_in_every_turn(self, num_blocks: int) -> list[int]:
-        """Let the machine be short of the memory of `num_blocks` blocks whenever the engine looks, which it does in
-        every turn with an INTERVAL of 0. Returns a list of the blocks that it will give back.
+        """Let the machine lack the memory of `num_blocks` blocks whenever the engine checks, which is every turn with
+        an INTERVAL of 0. Returns a list to which the returned blocks are appended.
         """
         given, executor = [], self.core.executor
         give_back_blocks = executor.give_back_blocks

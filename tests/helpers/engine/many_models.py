@@ -1,4 +1,4 @@
-"""A worker that loads one model after another, so that a test of many models starts its processes only once."""
+"""Loads one model after another in a worker, so that a test of many models starts its processes only once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class ManyModels:
         return msgspec.to_builtins(self.worker.initialize(lambda phase, fraction: None))
 
     def record_drafts(self) -> None:
-        """From now on keep the drafts of the drafting model, which the last rank may have: (tokens before, drafts)."""
+        """Record the drafts of the drafting model, which the last rank may have, from now on: (tokens before, drafts).
+        """
         if self.worker.runner.speculator is not None:
             self.seen, self.drafter = [], self.worker.runner.speculator.model
             self.make, self.drafter.draft = self.drafter.draft, self._draft

@@ -1,4 +1,4 @@
-"""An executor that says the answers of a script: the whole engine runs, only the tokens are given."""
+"""Executes steps with the answers of a script: the whole engine runs, only the tokens are given."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SCRIPT = "SCRIPTED_ANSWERS"  # environment variable: the path of the script
 
 
 def write_script(path: Path, answers: list[tuple[list[str], str]]) -> None:
-    """Write a script, which each request reads when it starts. Of `answers`, pairs of strings and a text, a request
+    """Write a script, which each request reads when it starts. `answers` are pairs of strings and a text: a request
     gets the text of the last pair whose strings all occur in its prompt.
     """
     path.write_text(json.dumps(answers), encoding="utf-8")
 
 
 class ScriptedExecutor(FakeExecutor):
-    """Says an answer token by token, and then an end-of-sequence token."""
+    """Samples an answer token by token, and then an end-of-sequence token."""
 
     def __init__(self, config: Config):
         super().__init__(config, FakeOptions(validate=False))

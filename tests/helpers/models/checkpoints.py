@@ -1,5 +1,5 @@
-"""Small random checkpoints in the real Hugging Face formats: config.json, safetensors (single or sharded), tokenizer,
-chat template, generation config.
+"""Builds small random checkpoints in the real Hugging Face formats: config.json, safetensors (single or sharded),
+tokenizer, chat template, generation config.
 
 The weights are random but scaled so that greedy outputs wander over the vocabulary and the best token wins by a clear
 margin; ids above the tokenizer's (`VOCAB_SIZE` is padded, as real models' are) have zero rows and are never the best
@@ -187,7 +187,7 @@ MOE_CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str, **overrides: Any) -> Any:
-    """transformers' configuration of checkpoint `name`, changed by `overrides`, as its config.json has it."""
+    """Return transformers' configuration of checkpoint `name`, changed by `overrides`, as in its config.json."""
     import transformers
 
     prefix, differences = (CHECKPOINTS | MOE_CHECKPOINTS)[name]
@@ -199,8 +199,8 @@ def config_of(name: str, **overrides: Any) -> Any:
 def build_checkpoint(
     name: str, folder: str | Path, *, sharded: bool = False, dtype: str = "float32", seed: int = 0, **overrides: Any
 ) -> str:
-    """Write checkpoint `name` (a key of CHECKPOINTS or MOE_CHECKPOINTS, its configuration changed by `overrides`) into `folder` and return
-    the folder as a string.
+    """Write checkpoint `name` (a key of CHECKPOINTS or MOE_CHECKPOINTS, its configuration changed by `overrides`) into
+    `folder` and return the folder as a string.
     """
     import torch
     import transformers
@@ -219,7 +219,7 @@ def build_checkpoint(
 
 
 def randomize(model, seed: int) -> None:
-    """Gaussian weights with gains that keep the residual stream of order one and make the layers' outputs outweigh
+    """Set Gaussian weights with gains that keep the residual stream of order one and make the layers' outputs outweigh
     the input embedding.
     """
     import torch
@@ -328,7 +328,7 @@ def _sentencepiece():
 
 
 def load_reference(folder: str, dtype: str = "float32"):
-    """The checkpoint in transformers, with eager attention."""
+    """Return the checkpoint in transformers, with eager attention."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -336,7 +336,7 @@ def load_reference(folder: str, dtype: str = "float32"):
 
 
 def greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float], list[float]]:
-    """`num_tokens` greedy tokens of a transformers `model` (EOS ignored), each with its log-probability and its
+    """Return `num_tokens` greedy tokens of a transformers `model` (EOS ignored), each with its log-probability and its
     margin over the second best logit.
     """
     import torch

@@ -1,4 +1,4 @@
-"""A plain reading of DeepSeek-OCR's published configuration and code: a tiny random checkpoint in the layout of
+"""Implements DeepSeek-OCR plainly from its published configuration and code: a tiny random checkpoint in the layout of
 deepseek-ai/DeepSeek-OCR, and the logits of tokens and pages computed from its tensors, one page and one head at a time.
 """
 
@@ -74,7 +74,7 @@ CONFIG = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of the published files, with the sizes of `config`."""
+    """Return the shapes of the published files' tensors, with the sizes of `config`."""
     text, vision = config["language_config"], config["vision_config"]
     sam, clip = vision["width"]["sam_vit_b"], vision["width"]["clip-l-14-224"]
     hidden, width, inner = text["hidden_size"], sam["width"], 4 * sam["width"]
@@ -196,7 +196,7 @@ def distance(table: torch.Tensor, i: int, j: int, side: int) -> torch.Tensor:
 
 
 def sam_attention(x: torch.Tensor, t: Tensors, heads: int) -> torch.Tensor:
-    """x `[side, side, C]`."""
+    """Compute SAM's attention of x `[side, side, C]`."""
     side, _, width = x.shape
     dim, out = width // heads, []
     q, k, v = affine(x.reshape(side * side, width), t, "attn.qkv").view(-1, 3, heads, dim).unbind(1)
@@ -216,7 +216,7 @@ def sam_attention(x: torch.Tensor, t: Tensors, heads: int) -> torch.Tensor:
 
 
 def resized(table: torch.Tensor, side: int) -> torch.Tensor:
-    """`[side0, side0, C]` to `[side, side, C]`."""
+    """Resize `[side0, side0, C]` to `[side, side, C]`."""
     if len(table) == side:
         return table
     return F.interpolate(table.permute(2, 0, 1)[None], size=(side, side), mode="bicubic", antialias=True)[0].permute(
@@ -225,7 +225,7 @@ def resized(table: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def sam(pixels: torch.Tensor, t: Tensors, config: dict[str, Any]) -> torch.Tensor:
-    """pixels `[3, side, side]` to `[side / 64, side / 64, C]`."""
+    """Encode pixels `[3, side, side]` to `[side / 64, side / 64, C]`."""
     x = F.conv2d(pixels[None], t["patch_embed.proj.weight"], t["patch_embed.proj.bias"], stride=16)[0].permute(1, 2, 0)
     side = len(x)
     x = x + resized(t["pos_embed"][0], side)
@@ -254,7 +254,7 @@ def sam(pixels: torch.Tensor, t: Tensors, config: dict[str, Any]) -> torch.Tenso
 
 
 def clip(features: torch.Tensor, t: Tensors, config: dict[str, Any]) -> torch.Tensor:
-    """features `[side, side, C]` to `[side * side, C]`."""
+    """Encode features `[side, side, C]` to `[side * side, C]`."""
     side, _, width = features.shape
     table, dim = t["embeddings.position_embedding.weight"], width // config["heads"]
     old = math.isqrt(len(table) - 1)
@@ -277,7 +277,7 @@ def clip(features: torch.Tensor, t: Tensors, config: dict[str, Any]) -> torch.Te
 
 
 def square(pixels: torch.Tensor, t: Tensors) -> torch.Tensor:
-    """The embeddings of bytes `[side, side, 3]`: `[n, n, H]`."""
+    """Return the embeddings of bytes `[side, side, 3]`: `[n, n, H]`."""
     widths = CONFIG["vision_config"]["width"]
     scaled = (pixels.permute(2, 0, 1) / 255 - 0.5) / 0.5
     first = sam(scaled, below(t, "model.sam_model."), widths["sam_vit_b"])
@@ -287,7 +287,7 @@ def square(pixels: torch.Tensor, t: Tensors) -> torch.Tensor:
 
 
 def page(t: Tensors, features: Tensors) -> torch.Tensor:
-    """The embeddings of one image: rows of the tiles, rows of the view, and the separator."""
+    """Return the embeddings of one image: rows of the tiles, rows of the view, and the separator."""
     newline, rows = t["model.image_newline"], []
     if "pixel_values_local" in features:
         columns, num_rows = features["grid"].tolist()
@@ -309,7 +309,7 @@ def mlp(x: torch.Tensor, t: Tensors, name: str) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """x `[T, D]`: entry i turns with entry i + D / 2."""
+    """Rotate x `[T, D]`: entry i with entry i + D / 2."""
     half = x.shape[1] // 2
     angles = torch.arange(len(x))[:, None] / 1e4 ** (torch.arange(half) / half)
     cos, sin = angles.cos(), angles.sin()
@@ -318,7 +318,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def logits(t: Tensors, token_ids: list[int], pages: list[Tensors]) -> torch.Tensor:
-    """The logits after every token `[T, V]`. The k-th run of image tokens stands for the k-th page."""
+    """Return the logits after every token, `[T, V]`. The k-th run of image tokens stands for the k-th page."""
     ids = torch.tensor(token_ids)
     x = t["model.embed_tokens.weight"][ids].clone()
     if pages:

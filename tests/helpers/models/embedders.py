@@ -1,4 +1,4 @@
-"""Small random embedding models in the formats of sentence-transformers, and that library as the reference."""
+"""Builds small random embedding models in the formats of sentence-transformers, the reference of their tests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TEXTS = [
 def build_embedder(
     name: str, folder: Path, *, mode: str | None = "lasttoken", normalize: bool = True, **overrides: Any
 ) -> str:
-    """The decoder `name` of `checkpoints.py` as embedding models are published: without its output head, its
-    tensors without the prefix "model.", and with modules.json, unless `mode` is None.
+    """Write the decoder `name` of `checkpoints.py` in the published form of embedding models: without output head and
+    the prefix "model." of tensors, and with modules.json, unless `mode` is None.
     """
     import transformers
 
@@ -39,7 +39,7 @@ def build_embedder(
 
 
 def build_classifier(folder: Path, labels: list[str], name: str = "qwen3", **overrides: Any) -> str:
-    """The decoder `name` with a classifier in place of its output head."""
+    """Write the decoder `name` with a classifier in place of its output head."""
     import torch
     import transformers
 
@@ -64,8 +64,8 @@ RERANK_TEMPLATE = (
 
 
 def build_reranker(folder: Path) -> str:
-    """A language model that reranks by the logits of two tokens, with sentence-transformers' modules.json and a chat
-    template for a query and a document.
+    """Write a language model that reranks by the logits of two tokens, with sentence-transformers' modules.json and a
+    chat template for a query and a document.
     """
     build_checkpoint("qwen3", folder)
     path = folder / "tokenizer_config.json"
@@ -97,7 +97,7 @@ def build_reranker(folder: Path) -> str:
 
 
 def reference_logits(folder: str, prompts: list[list[int]]):
-    """The logits of transformers' classifier for each prompt alone, `[n, num_labels]`."""
+    """Return the logits of transformers' classifier for each prompt alone, `[n, num_labels]`."""
     import torch
     import transformers
 
@@ -107,7 +107,7 @@ def reference_logits(folder: str, prompts: list[list[int]]):
 
 
 def end_with_eos(folder: Path) -> None:
-    """Let the tokenizer put one token after every text, as those of embedding models do."""
+    """Make the tokenizer append a token to every text, as embedding models' tokenizers do."""
     from tokenizers import Tokenizer, processors
 
     path = folder / "tokenizer.json"
@@ -121,7 +121,7 @@ def end_with_eos(folder: Path) -> None:
 def write_modules(
     folder: Path, hidden_size: int, mode: str, normalize: bool = True, dense: tuple[tuple[int, int], ...] = ()
 ) -> None:
-    """modules.json, the configuration of pooling, with the switches of sentence-transformers before version 6, and
+    """Write modules.json, the configuration of pooling with the switches of sentence-transformers before version 6, and
     random linear layers of the sizes `dense` (in, out).
     """
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
@@ -163,7 +163,7 @@ def switch(mode: str) -> str:
 
 
 def reference_embeddings(folder: str, texts: list[str], dtype: str = "float32"):
-    """What sentence-transformers computes, `[n, D]` float32."""
+    """Return sentence-transformers' embeddings, `[n, D]` float32."""
     import torch
     from sentence_transformers import SentenceTransformer
 

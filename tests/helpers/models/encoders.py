@@ -1,4 +1,4 @@
-"""Small random encoders in the formats of transformers and sentence-transformers."""
+"""Builds small random encoders in the formats of transformers and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,26 @@ _GEMMA: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+_GEMMA2: dict[str, Any] = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "per_layer_config": {str(i): {"head_dim": 32, "num_key_value_heads": 1} for i in (1, 3)},
+    "hidden_size_per_layer_input": 8,
+    "embedding_dim": 96,
+}
+# name -> (class prefix in transformers, settings, sizes of the Dense layers after the mean)
+EMBEDDERS: dict[str, tuple[str, dict[str, Any], tuple[tuple[int, int], ...]]] = {
+    "embedding-gemma": ("Gemma3Text", _GEMMA, ((64, 96), (96, 64))),
+    "embedding-gemma-2": ("EmbeddingGemma2Text", _GEMMA2, ()),
+}
 MAX_POSITIONS = 514
 
 
 def build_encoder(name: str, folder: Path, kind: str = "Model", mode: str | None = None, **settings: Any) -> str:
-    """`kind` is the suffix of the class; with `mode` the folder has modules.json."""
+    """Write encoder `name`; `kind` is the suffix of the class, and with `mode` the folder has modules.json."""
     prefix, second_type, own = ENCODERS[name]
     _save_model(prefix, folder, kind, own | settings)
     path = folder / "tokenizer_config.json"
@@ -48,11 +63,12 @@ def build_encoder(name: str, folder: Path, kind: str = "Model", mode: str | None
     return str(folder)
 
 
-def build_embedding_gemma(folder: Path) -> str:
-    """The language model of Gemma 3 with attention in both directions, and two Dense layers after the mean."""
-    _save_model("Gemma3Text", folder, "Model", _GEMMA)
+def build_embedding_gemma(folder: Path, name: str = "embedding-gemma") -> str:
+    """Write the language model of Gemma 3 with bidirectional attention, or that of EmbeddingGemma 2."""
+    prefix, settings, dense = EMBEDDERS[name]
+    _save_model(prefix, folder, "Model", settings)
     _frame(folder / "tokenizer.json", 0)
-    write_modules(folder, 64, "mean", dense=((64, 96), (96, 64)))
+    write_modules(folder, settings.get("embedding_dim", 64), "mean", dense=dense)
     return str(folder)
 
 
@@ -71,7 +87,7 @@ def _save_model(prefix: str, folder: Path, kind: str, own: dict[str, Any]) -> No
     config = getattr(transformers, f"{prefix}Config")(**common | own)
     torch.manual_seed(7)
     model = getattr(transformers, f"{prefix}{kind}")(config).eval()
-    for parameter in model.parameters():  # biases and norms, too, which are 0 and 1 in a new model
+    for parameter in model.parameters():  # also biases and norms, which are 0 and 1 in a new model
         parameter.data += torch.randn_like(parameter) / 10
     model.save_pretrained(folder)
     build_tokenizer(folder)
@@ -79,7 +95,7 @@ def _save_model(prefix: str, folder: Path, kind: str, own: dict[str, Any]) -> No
 
 
 def _frame(path: Path, second_type: int) -> None:
-    """Let the tokenizer join texts as BERT's does: [CLS] first [SEP] second [SEP]."""
+    """Make the tokenizer join texts as BERT's does: [CLS] first [SEP] second [SEP]."""
     from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_file(str(path))

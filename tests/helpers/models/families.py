@@ -1,9 +1,11 @@
-"""A tiny random checkpoint of every family, in transformers' own layout, and transformers' opinion on tokens."""
+"""Builds a tiny random checkpoint of every family in transformers' own layout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.models.published import PUBLISHED
 
 VOCAB = 128
 _B = {
@@ -23,15 +25,8 @@ _W = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_windo
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [1.0, 2.0, 3.0]}
 _HALF = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 _HALF_LOCAL = _HALF | {"rope_theta": 1e4}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
 _CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LATENT = {
@@ -42,7 +37,6 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-
 _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
@@ -52,17 +46,10 @@ _DELTA = {
 
 # keys of models without attention
 _PURE = ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id")
-_MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 8,
-    "mamba_proj_bias": True,
-}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2}
+_MAMBA |= {"mamba_chunk_size": 8, "mamba_proj_bias": True}
 
-# of an encoder beside a language model
+# of the encoder of a model with a language model
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 # name -> (model_type in transformers, settings)
@@ -91,6 +78,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", _B | _MAMBA | {"attn_layer_indices": [1, 3]}),
     "cohere": ("cohere", _B | {"use_qk_norm": True, "logit_scale": 0.3}),
     "cohere2": ("cohere2", _H | {"sliding_window": 24, "logit_scale": 0.3}),
+    "cohere2_moe": (
+        "cohere2_moe",
+        _H | {"sliding_window": 24, "num_experts": 4, "num_shared_experts": 2, "first_k_dense_replace": 1},
+    ),
+    "cohere2_moe-sum": (
+        "cohere2_moe",
+        _H
+        | {"num_experts": 4, "num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "sliding_window": 24}
+        | {"expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-5},
+    ),
     "cwm": ("cwm", _H | {"sliding_window": 24}),
     # many heads of the index: with few, equal scores of 0 are frequent, among which implementations choose differently
     "deepseek_v4": (
@@ -108,6 +105,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _EXPERTS
         | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "sliding_window": 24}
         | {"max_window_layers": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
+    ),
+    "dots3_note": (
+        "dots3_note_text",
+        _B
+        | _EXPERTS
+        | _LATENT
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "shared_experts_intermediate_size": 24, "head_dim": 24}
+        | {"index_topk": 1024, "index_head_dim": 16, "index_n_heads": 2, "sliding_window": 24, "swa_head_dim": 32}
+        | {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 24}
+        | {"swa_qk_nope_head_dim": 16, "swa_v_head_dim": 12}
+        | {"layer_types": ["indexed_attention", "sliding_attention"] * 2},
     ),
     "ernie4_5": ("ernie4_5", _H | {"use_bias": True}),
     "exaone4": ("exaone4", _B | {"sliding_window": 24}),
@@ -402,11 +410,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"chunk_size": 8, "num_mem_blocks": 2, "adapter_rank": 4, "use_shared_attention_adapter": True}
         | {"use_mem_rope": True},
     ),
+    "zaya": (
+        "zaya",
+        {key: value for key, value in _H.items() if key != "intermediate_size"}
+        | {"num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 12, "sliding_window": 24}
+        | {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "cca_time1": 3},
+    ),
 }
 
 _GLM_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "image_size": 28}
 _GLM_VISION |= {"patch_size": 14, "out_hidden_size": 32}
-# the same, of language models that transformers has only beside an encoder
+# the same for language models that transformers has only with an encoder
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v": (
         "glm46v",
@@ -453,6 +467,19 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _TOWER | {"image_size": 28, "patch_size": 14},
         },
     ),
+    "mistral_large4": (
+        "mistral_large4",
+        {
+            "text_config": _B
+            | _EXPERTS
+            | _LATENT
+            | {"model_type": "mistral_large4_text", "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+            | {"no_rope_layers": [1, 0, 1, 1], "kv_source_layers": [0, 1, 2, 2], "index_topk": 1024}
+            | {"indexer_types": ["full"] + ["shared"] * 3, "index_head_dim": 16, "index_n_heads": 2}
+            | {"routed_scaling_factor": 1.5, "rope_parameters": _YARN | {"mscale_all_dim": 0.8}},
+            "vision_config": _TOWER | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
+        },
+    ),
     "muse_glimmer": (
         "muse_glimmer",
         {
@@ -488,10 +515,11 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
 
 # models without a file of their own, which transformers computes
 BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "zaya": (
-        "zaya",
-        {key: value for key, value in _H.items() if key != "intermediate_size"}
-        | {"num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16, "num_hidden_layers": 2},
+    "zamba": (  # all its hybrid layers share one module of attention
+        "zamba",
+        _H
+        | {"num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16, "num_hidden_layers": 4}
+        | {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_dt_rank": 4, "mamba_d_state": 8},
     ),
 }
 
@@ -502,7 +530,7 @@ WITHOUT_VARIANTS = [name for name in FAMILIES if name not in VARIANTS]
 
 
 def family_config(name: str) -> Any:
-    """transformers' configuration of family `name`, as its config.json has it."""
+    """Return transformers' configuration of family `name`, as in its config.json."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type, settings = (FAMILIES | SEEING | BY_TRANSFORMERS)[name]
@@ -521,45 +549,9 @@ def build_family(name: str, folder: str | Path, dtype: str = "float32", **overri
     model = causal_lm_class(model_type)._from_config(CONFIG_MAPPING[model_type](**settings | overrides))
     redraw(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    if name in _PUBLISHED:
-        _PUBLISHED[name](Path(folder, "model.safetensors"))
+    if name in PUBLISHED:
+        PUBLISHED[name](Path(folder, "model.safetensors"))
     return str(folder)
-
-
-def _whole_convolutions(path: Path) -> None:
-    """Divide the convolution into those of q, k and v; transformers writes thirds."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(path)
-    for name in [name for name in tensors if ".q_conv1d." in name]:
-        names = [name.replace("q_", f"{part}_") for part in "qkv"]
-        sizes = [len(tensors[name.replace("_conv1d", "_proj")]) for name in names]
-        parts = torch.cat([tensors[name] for name in names]).split(sizes)
-        tensors |= {name: part.clone() for name, part in zip(names, parts)}
-    save_file(tensors, path, {"format": "pt"})
-
-
-def _dense_mlp(path: Path) -> None:
-    """Name dense MLPs as the published files do; transformers names them like the experts."""
-    import re
-
-    from safetensors.torch import load_file, save_file
-
-    dense = re.compile(r"block_sparse_moe\.(?=(gate|up|down)_proj)")
-    save_file({dense.sub("mlp.", name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
-
-
-def _gates_of_mlps(path: Path) -> None:
-    """Name the gates of MLPs as the published files do; transformers names them like those of attention."""
-    from safetensors.torch import load_file, save_file
-
-    gates = {name: name.replace("linear_gate", "gate_proj") for name in load_file(path) if ".mlp." in name}
-    save_file({gates.get(name, name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
-
-
-# what to change in the file that transformers writes, so that it is like the family's published ones
-_PUBLISHED = {"hy_v4": _gates_of_mlps, "kimi_linear": _dense_mlp, "olmo_hybrid": _whole_convolutions}
 
 
 def causal_lm_class(model_type: str) -> Any:
@@ -569,16 +561,16 @@ def causal_lm_class(model_type: str) -> Any:
 
     seeing = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     names = seeing | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return getattr(transformers, names.get(model_type) or "Mistral4ForCausalLM")  # which is not listed there
+    return getattr(transformers, names.get(model_type) or "Mistral4ForCausalLM")  # a type that is not listed there
 
 
 def text_types() -> set[str]:
-    """The `model_type` of each family's language model."""
+    """Return the `model_type` of each family's language model."""
     return {settings.get("text_config", {}).get("model_type", kind) for kind, settings in (FAMILIES | SEEING).values()}
 
 
 def redraw(model: Any, seed: int = 0) -> None:
-    """Weights large enough for every part to matter; norms, biases and sinks away from their defaults."""
+    """Draw weights large enough for every part to matter, and norms, biases and sinks away from their defaults."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -593,7 +585,9 @@ def redraw(model: Any, seed: int = 0) -> None:
         else:
             parameter.data.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
     for name, buffer in model.named_buffers():
-        if name.endswith(("layer_scalar", "e_score_correction_bias", "expert_bias")):
+        if name.endswith(("layer_scalar", "e_score_correction_bias", "expert_bias", "rotary_emb.alpha")):
             buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("balancing_biases"):  # transformers sets the last one, for no expert, to -1 when it loads
+            buffer[:-1] = 0.3 * torch.randn(len(buffer) - 1, generator=generator) - 1
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(len(buffer), 8, generator=generator).argsort(1)[:, : buffer.shape[1]])

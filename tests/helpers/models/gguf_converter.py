@@ -1,5 +1,6 @@
-"""GGUF files of transformers' checkpoints of any family, by the rules of llama.cpp's converter: names from the `gguf`
-package, rows of q and k interleaved, norms shifted, experts stacked. Each comes with the weights that it stands for.
+"""Converts transformers' checkpoints of any family to GGUF, by the rules of llama.cpp's converter: names from the
+`gguf` package, rows of q and k interleaved, norms shifted, experts stacked. Also writes the weights that a file stands
+for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 SWAPPED = ("llama", "granite", "granite_swa", "granitemoe", "granitehybrid", "smollm3", "arcee", "mistral3", "deepseek")
 SHIFTED = ("gemma", "gemma-embedding", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
-# architectures that the `gguf` package does not know yet: one that has their names
+# architecture that the `gguf` package does not know yet -> one with the same names
 _NAMED_LIKE = {"granite_swa": "granite", "hy_v3": "exaone-moe", "deepseek32": "glm-dsa", "deepseek2-ocr": "deepseek"}
 _NAMED_LIKE |= {"bailingmoe3": "kimi-linear"}
 _LING = {
@@ -68,7 +69,7 @@ class Converter:
         self._qkv: dict[str, Array] = {}
 
     def run(self, metadata: dict[str, Any]) -> None:
-        """Write the file, and the weights that it stands for over those of the source."""
+        """Write the file, and replace the source's weights by those that the file stands for."""
         for key, value in metadata.items():
             self._write_key(key, value)
         self._write_tokens(self.config["vocab_size"])
@@ -118,12 +119,12 @@ class Converter:
                 return f"blk.{match[1]}.{'attn_gate' if full else f'ssm_{match[2]}_a'}.weight"
             for theirs, ours in _LING.items():
                 name = name.replace(theirs, ours)
-        drafting = f"model.layers.{self.num_layers}."  # the layer that drafts tokens comes after the others
-        if name.startswith("mtp.layers.0."):
-            name = name.replace("mtp.layers.0.", drafting)
-        part = _DRAFTING.get(name.removeprefix("mtp.").removeprefix(drafting).removesuffix(".weight"))
-        if part and name.startswith(("mtp.", drafting)):
-            return f"blk.{self.num_layers}.nextn.{part}.weight"
+        name = re.sub(r"^mtp\.layers\.(\d+)\.", lambda match: f"model.layers.{self.num_layers + int(match[1])}.", name)
+        # layers that draft tokens come after the others
+        match = re.fullmatch(r"(?:mtp|model\.layers\.(\d+))\.(.+)\.weight", name)
+        layer = int(match[1] or self.num_layers) if match else 0
+        if match and layer >= self.num_layers and (part := _DRAFTING.get(match[2])):
+            return f"blk.{layer}.nextn.{part}.weight"
         if name.endswith(_BARE):
             name += ".weight"
         if name.endswith(".dt_bias"):
@@ -149,7 +150,7 @@ class Converter:
         return found.replace("_shexp", "") if only_shared else found
 
     def _tensor(self, name: str, value: Array) -> torch.Tensor:
-        """Write one tensor; returns what it stands for."""
+        """Write one tensor; returns the values that it stands for."""
         forward, back = self._change(name)
         stored = forward(value)
         kind = self.kinds.get(name.split(".")[-2], self.kinds["default"])
@@ -172,7 +173,7 @@ class Converter:
         return torch.from_numpy(back(wide).copy())
 
     def _change(self, name: str) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-        """What the converter does to the values of a tensor, and the inverse."""
+        """Return the converter's change of a tensor's values, and the inverse."""
         if self.arch in SWAPPED and re.search(r"attn_[qk]\.", name):
             heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
             return lambda value: swapped(value, heads), lambda value: unswapped(value, heads)
@@ -205,7 +206,8 @@ class Converter:
         return lambda value: value, lambda value: value
 
     def _tiles(self, name: str) -> tuple[Callable[[Array], Array], Callable[[Array], Array]] | None:
-        """Value heads, one key head's after another's, become all first ones, then all second ones, and so on."""
+        """Return the reordering of value heads from key head by key head to all first ones, all second ones, and so on.
+        """
         c = self.config
         keys, ratio = c["linear_num_key_heads"], c["linear_num_value_heads"] // c["linear_num_key_heads"]
         before, dim = 2 * keys * c["linear_key_head_dim"], c["linear_value_head_dim"]
@@ -235,7 +237,7 @@ class Converter:
         return forward, back
 
     def _special(self, name: str, value: Array) -> bool:
-        """Tensors that become several, or that are several."""
+        """Write tensors that are split or merged."""
         layer = re.search(r"\.(\d+)\.", name)
         block = f"blk.{layer[1]}" if layer else ""
         if name.endswith("kv_b_proj.weight") and self.options.get("split_latents"):
@@ -271,7 +273,7 @@ class Converter:
         return True
 
     def _ungrouped(self, block: str, name: str, value: Array) -> torch.Tensor:
-        """q, k, v and z of each key head together become all q, all k and all v, and all z."""
+        """Split q, k, v and z, stored together for each key head, into all q, k and v, and all z."""
         c = self.config
         keys, dim = c["linear_num_key_heads"], c["linear_key_head_dim"]
         wide = c["linear_num_value_heads"] // keys * c["linear_value_head_dim"]
@@ -283,7 +285,7 @@ class Converter:
         return torch.cat([part.unflatten(0, (keys, -1)) for part in back], 1).flatten(0, 1)
 
     def _multiplier(self, name: str) -> Any:
-        """What the converter of Falcon-H1 multiplies the weight by: a number, or one per row."""
+        """Return the factor by which the converter of Falcon-H1 multiplies the weight: a number, or one per row."""
         c, kind = self.config, name.removesuffix(".weight").split(".")[-1]
         gate, down = c["mlp_multipliers"] or (1.0, 1.0)
         found = {
@@ -312,7 +314,7 @@ class Converter:
         return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
 
     def _first_position(self) -> int:
-        """Of RoBERTa, whose positions begin after that of the padding token."""
+        """Return the first position of RoBERTa: the one after that of the padding token."""
         return 0 if self.config["model_type"] == "bert" else self.config["pad_token_id"] + 1
 
     def _fuse_qkv(self, prefix: str, block: str) -> None:
@@ -372,7 +374,7 @@ def num_drafting(c: dict[str, Any]) -> int:
 
 
 def common(c: dict[str, Any]) -> dict[str, Any]:
-    """The keys of all architectures, from a config.json."""
+    """Return the keys of all architectures, from a config.json."""
     if c.get("model_type") in ("mamba", "falcon_mamba", "mamba2"):
         sizes = {"block_count": c["num_hidden_layers"], "embedding_length": c["hidden_size"], "context_length": 1 << 20}
         none = dict.fromkeys(("feed_forward_length", "attention.head_count"), 0)
@@ -416,8 +418,8 @@ def common(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_width(c: dict[str, Any]) -> int | None:
-    """Return intermediate_size if the family has it. A published model of experts only does not have it in config.json,
-    though ours do; the converter writes no key then.
+    """Return intermediate_size if the family has it. Published models with experts only lack it in config.json, though
+    ours have it; the converter then writes no key.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -428,7 +430,7 @@ def known_width(c: dict[str, Any]) -> int | None:
 
 
 def experts(c: dict[str, Any]) -> dict[str, Any]:
-    """The keys of architectures with experts."""
+    """Return the keys of architectures with experts."""
 
     def first(*keys: str) -> Any:
         return next((c[key] for key in keys if c.get(key) is not None), None)

@@ -1,5 +1,5 @@
-"""GGUF files of the small random checkpoints of `checkpoints.py`, written and quantized with the `gguf` package
-as llama.cpp's converter does it.
+"""Writes GGUF files of the small random checkpoints of `checkpoints.py`, quantized with the `gguf` package, as
+llama.cpp's converter does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 
 
 def blocks_of(weight: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
-    """The weight in blocks of a type: uint8 `[rows, bytes]`."""
+    """Return the weight in blocks of a type: uint8 `[rows, bytes]`."""
     quantization = gguf.GGMLQuantizationType[kind]
     if kind not in RANDOM_TYPES:
         return gguf.quants.quantize(weight, quantization)
@@ -98,7 +98,7 @@ def write_gguf(
 
 
 def swapped(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k as llama.cpp's converter orders them."""
+    """Return the rows of q or k in the order of llama.cpp's converter."""
     shape = (heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return weight.reshape(shape).swapaxes(1, 2).reshape(weight.shape)
 

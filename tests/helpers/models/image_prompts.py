@@ -1,4 +1,4 @@
-"""Prompts with real images for tiny models without a tokenizer, and transformers' answer to them."""
+"""Makes prompts with real images for tiny models without a tokenizer, and transformers' answers to them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ PREPROCESSORS = dict.fromkeys(_QWEN, _SMALL) | {
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
-    """Colored noise, of few frequencies, so that a resized picture is still one."""
+    """Return colored noise of few frequencies, which resizing keeps."""
     rough = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(rough).resize((width, height), Image.Resampling.BICUBIC)
 
 
 @dataclass
 class Prompt:
-    """Token ids with images among them."""
+    """Holds token ids with images among them."""
 
     token_ids: list[int] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Writer:
         return prompt
 
     def _add(self, prompt: Prompt, image: ProcessedImage) -> None:
-        """Every text between the runs of image tokens is one token."""
+        """Add the tokens of an image; each text between runs of image tokens is one token."""
         ids, runs = [], []
         pieces = image.text.split(self.processor.image_token)
         for piece, count in zip(pieces, [*image.counts, 0], strict=True):
@@ -101,7 +101,7 @@ def build(name: str, folder: str | Path, dtype: str = "float32") -> Any:
 
 
 class Reference:
-    """transformers' model with the images of a prompt, called with token ids: `judge` calls it."""
+    """Calls transformers' model with token ids and the images of a prompt, for `judge`."""
 
     def __init__(self, name: str, model: Any, images: Sequence[ProcessedImage]):
         self.name, self.model = name, model
@@ -120,7 +120,7 @@ class Reference:
 
 
 def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """The images as transformers takes them."""
+    """Return the images as inputs of transformers' model."""
     if not images:
         return {}
     pixels = [image["pixel_values"] for image in images]

@@ -1,4 +1,4 @@
-"""Families' checkpoints in transformers, and how its choices compare with ours."""
+"""Loads families' checkpoints in transformers, and compares its choices with ours."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def judge(
 
 @lru_cache(maxsize=64)  # a test asks for one continuation several times
 def opinion(model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[Any, Any]:
-    """By how much the choice of transformers `model` leads each of `tokens` after `prompt`, and their
+    """Return the lead of the choice of transformers `model` over each of `tokens` after `prompt`, and the tokens'
     log-probabilities.
     """
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Convert a folder with llama.cpp's own converter, with a vocabulary of made-up tokens.
+"""Converts a folder with llama.cpp's own converter, with a vocabulary of made-up tokens.
 
 python -m tests.helpers.models.llama_cpp_convert LLAMA_CPP_DIR MODEL_DIR OUT.gguf
 """

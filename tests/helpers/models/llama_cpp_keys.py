@@ -1,5 +1,5 @@
-"""The keys that llama.cpp's `load_hparams` reads from a GGUF file's metadata, by architecture: which ones are required,
-and what the others are without an entry. Keys that change nothing for text are left out.
+"""Lists the keys that llama.cpp's `load_hparams` reads from a GGUF file's metadata, by architecture: the required ones,
+and the defaults of the others. Keys without effect on text are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ REQUIRED, TENSORS = "required", "tensors"  # TENSORS: tensors of other shapes wo
 
 
 class As:
-    """The value that another key of the file has."""
+    """Stands for the value of another key of the file."""
 
     def __init__(self, value: Callable[[Keys], Any]):
         self.value = value
@@ -202,5 +202,5 @@ OWN: dict[str, Keys] = {
 
 
 def keys_of(architecture: str) -> Keys:
-    """Return the keys that `load_hparams` reads for an architecture, with what they are without an entry."""
+    """Return the keys that `load_hparams` reads for an architecture, with their defaults."""
     return EVERY | OWN[architecture]

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of Llava, its relatives and Idefics, as transformers saves them."""
+"""Builds tiny random checkpoints of Llava, its relatives and Idefics, as transformers saves them."""
 
 from __future__ import annotations
 

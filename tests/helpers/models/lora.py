@@ -1,4 +1,4 @@
-"""Random LoRA adapters in PEFT's format, and the reference: transformers with the adapter merged into its weights."""
+"""Makes random LoRA adapters in PEFT's format, and the reference: transformers with merged weights."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def make_expert_adapter(
 
 
 def _expert_sizes(experts: torch.nn.Module) -> tuple[int, int, int]:
-    """(number, hidden size, intermediate size) of transformers' stacked experts."""
+    """Return (number, hidden size, intermediate size) of transformers' stacked experts."""
     num, one, other = experts.down_proj.shape
     return (num, other, one) if _is_transposed(experts) else (num, one, other)
 
 
 def _is_transposed(experts: torch.nn.Module) -> bool:
-    """Whether the tensors are [E, in, out]: so they are if the gate and up, which are twice as wide, are last."""
+    """Return whether the tensors are [E, in, out]: then gate and up, which are twice as wide, are last."""
     return experts.gate_up_proj.shape[2] == 2 * experts.down_proj.shape[1]
 
 
@@ -125,7 +125,7 @@ def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch
 
 
 def as_gguf(adapter: Path, path: Path, arch: str, heads: tuple[int, int]) -> Path:
-    """A PEFT adapter as llama.cpp's converter writes it. `heads` are the numbers of heads of q and k."""
+    """Convert a PEFT adapter as llama.cpp's converter does. `heads` are the numbers of heads of q and k."""
     import gguf
 
     from tests.helpers.models.gguf_files import swapped
@@ -156,7 +156,7 @@ def as_gguf(adapter: Path, path: Path, arch: str, heads: tuple[int, int]) -> Pat
 
 
 def merged(model: str, *adapters: tuple[Path, float]) -> torch.nn.Module:
-    """The model with `scale` times the product of each adapter's matrices added to its weights, in float32."""
+    """Return the model after adding `scale` times the product of each adapter's matrices to its weights, in float32."""
     reference = load_reference(model)
     modules = dict(reference.named_modules())
     for folder, factor in adapters:

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the DeepSeek-OCR family, as transformers saves them."""
+"""Builds tiny random checkpoints of the DeepSeek-OCR family, as transformers saves them."""
 
 from __future__ import annotations
 

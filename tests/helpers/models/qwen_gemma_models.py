@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of Qwen-VL and Gemma with images, as transformers saves them."""
+"""Builds tiny random checkpoints of Qwen-VL and Gemma with images, as transformers saves them."""
 
 from __future__ import annotations
 

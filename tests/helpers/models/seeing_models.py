@@ -1,4 +1,4 @@
-"""Tiny checkpoints of models that read images, with a tokenizer, a chat template and a preprocessor: whole folders."""
+"""Writes whole folders of tiny models that read images, with a tokenizer, a chat template and a preprocessor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Audio files in memory."""
+"""Makes audio files in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def wav(samples: np.ndarray, rate: int = 16_000, channels: int = 1) -> bytes:
-    """16-bit PCM; the samples are float32 in -1 .. 1, the same in every channel."""
+    """Return a WAV file in 16-bit PCM; the samples are float32 in -1 .. 1, the same in every channel."""
     file = io.BytesIO()
     with wave.open(file, "wb") as out:
         out.setnchannels(channels)
@@ -21,7 +21,7 @@ def wav(samples: np.ndarray, rate: int = 16_000, channels: int = 1) -> bytes:
 
 
 def raw_wav(data: bytes, kind: int, bits: int, rate: int = 16_000, channels: int = 1) -> bytes:
-    """A WAV file of any format, with a chunk of an odd length before the samples."""
+    """Return a WAV file of any format, with a chunk of an odd length before the samples."""
     width = bits // 8 * channels
     form = struct.pack("<HHIIHH", kind, channels, rate, rate * width, width, bits)
     chunks = b"fmt " + struct.pack("<I", len(form)) + form + b"LIST\x03\0\0\0abc\0"

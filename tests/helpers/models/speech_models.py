@@ -1,4 +1,4 @@
-"""Tiny Whisper checkpoints: random weights, a tokenizer with Whisper's special tokens, and sounds for them."""
+"""Builds tiny Whisper checkpoints, with random weights and Whisper's special tokens, and sounds for them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build_whisper(folder: Path, positions: int = 1500, *, multilingual: bool = T
     )
     torch.manual_seed(3)
     model = WhisperForConditionalGeneration(config).eval()
-    for name, parameter in model.named_parameters():  # biases and norms, too, which are 0 and 1 in a new model
+    for name, parameter in model.named_parameters():  # also biases and norms, which are 0 and 1 in a new model
         if "embed_positions" not in name or "decoder" in name:
             parameter.data += torch.randn_like(parameter) / (4 if "embed_tokens" in name else 6)
         if "encoder_attn" in name and "proj" in name:
@@ -92,7 +92,7 @@ def build_whisper(folder: Path, positions: int = 1500, *, multilingual: bool = T
 
 
 def token_id(model: Any, name: str) -> int:
-    """The id of a special token, e.g. "en" or "notimestamps"."""
+    """Return the id of a special token, e.g. "en" or "notimestamps"."""
     settings = model.generation_config
     known = {
         "startoftranscript": settings.decoder_start_token_id,
@@ -107,7 +107,7 @@ def token_id(model: Any, name: str) -> int:
 
 
 def sound(seed: int, seconds: float = 1.0) -> np.ndarray:
-    """A few tones and noise, float32 in -1 .. 1 at 16 kHz."""
+    """Return a few tones and noise, float32 in -1 .. 1 at 16 kHz."""
     rng, time = np.random.default_rng(seed), np.arange(int(seconds * RATE)) / RATE
     tones = sum(np.sin(2 * np.pi * pitch * time) for pitch in rng.uniform(100, 4000, 4))
     return (0.15 * tones + 0.02 * rng.standard_normal(len(time))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Conversations that the embedded model, configs/quire-tiny, was not trained on."""
+"""Makes conversations that the embedded model, configs/quire-tiny, was not trained on."""
 
 from __future__ import annotations
 

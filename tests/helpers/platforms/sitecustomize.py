@@ -1,4 +1,4 @@
-"""Takes names from the standard library that only some systems have; Python imports it at the start of each process
+"""Removes names that only some systems have from the standard library. Python imports it at the start of each process
 that has this folder in PYTHONPATH.
 """
 
@@ -29,7 +29,7 @@ def _take_names() -> None:
 
 
 def _hide_folders() -> None:
-    """Let files that only Linux has be missing to `open`, `os.stat` and the like."""
+    """Make files that only Linux has missing for `open`, `os.stat` and similar functions."""
 
     def hide(event: str, arguments: tuple) -> None:
         path = arguments[0] if arguments else None
@@ -51,7 +51,7 @@ def _hide_folders() -> None:
 
 
 class _WithoutPrctl(ctypes.CDLL):
-    """The C library without calls that other systems lack."""
+    """Wraps the C library without calls that other systems lack."""
 
     def __getattr__(self, name: str):
         if name in ("prctl", "accept4", "getauxval", "malloc_trim", "mallinfo2") and self._name is None:

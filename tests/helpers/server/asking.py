@@ -1,4 +1,4 @@
-"""The chat route, and checks of errors, for tests of the server."""
+"""Checks errors, and names the chat route, for tests of the server."""
 
 from __future__ import annotations
 

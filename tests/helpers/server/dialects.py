@@ -1,4 +1,4 @@
-"""Asks in every dialect, streamed or not, and adds up what was answered: content, reasoning, arguments of calls."""
+"""Asks in every dialect, streamed or not, and collects content, reasoning and arguments of calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FUNCTION = {"name": "weather", "parameters": SCHEMA}
 
 @dataclass
 class Said:
-    """`calls` are arguments as JSON text. `texts` are all texts of the answer as they are written, for comparison."""
+    """Collects an answer. `calls` are arguments as JSON text; `texts` are all texts of the answer, for comparison."""
 
     content: str = ""
     reasoning: str = ""
@@ -37,7 +37,7 @@ class Said:
 
 
 def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The events of a stream, or the lines of Ollama's."""
+    """Return the events of a stream, or the lines of Ollama's."""
     for line in answer.text.splitlines():
         data = line.removeprefix("data: ") if line.startswith("data: ") else line if line.startswith("{") else ""
         if data and data != "[DONE]":
@@ -145,7 +145,9 @@ def infill(said: Said, answer: httpx.Response, stream: bool) -> None:
 
 @dataclass(frozen=True)
 class Dialect:
-    """`body` has all fields but the number of tokens, whose field is `limit`. `plain`: thoughts and calls are text."""
+    """Describes a dialect. `body` has all fields except the number of tokens, whose field is `limit`. `plain`: thoughts
+    and calls are text.
+    """
 
     path: str
     body: dict[str, Any]

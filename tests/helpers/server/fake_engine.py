@@ -1,4 +1,4 @@
-"""An engine that a test scripts message by message: a ROUTER socket on the test's own event loop."""
+"""Fakes an engine that a test scripts message by message, over a ROUTER socket on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ready(max_num_seqs: int = 8) -> Ready:
 
 
 class FakeEngine:
-    """`async with FakeEngine() as engine`: bound at `engine.address`."""
+    """Binds a socket at `engine.address`: `async with FakeEngine() as engine`."""
 
     async def __aenter__(self) -> FakeEngine:
         self._context = zmq.asyncio.Context()

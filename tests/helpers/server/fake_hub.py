@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine: serves the files of folders, by ranges, and counts the bytes of each."""
+"""Fakes a Hugging Face Hub: serves the files of folders, by ranges, and counts the bytes of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """`repositories` maps ids ("org/name") to folders, `refused` those that need a token to (status, error code).
+    """Serves `repositories`, a map from ids ("org/name") to folders; `refused` maps ids to (status, error code).
     `cut` are names of files whose first download ends in its middle, `checksums` their SHA-256, as of large files.
     The second half of a file of `held` waits for its event.
     """
@@ -45,14 +45,14 @@ class FakeHub:
             server.server_close()
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """Variables under which huggingface_hub talks to this server."""
+        """Return variables that make huggingface_hub talk to this server."""
         return {
             "HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1", "no_proxy": "127.0.0.1",
         }  # fmt: skip
 
     def lfs(self, name: str, path: Path) -> dict[str, dict]:
-        """What the Hub tells about a large file."""
+        """Return the Hub's facts about a large file."""
         if name not in self.checksums:
             return {}
         return {"lfs": {"oid": self.checksums[name], "size": path.stat().st_size, "pointerSize": 134}}

@@ -1,4 +1,4 @@
-"""A small OpenAI-like server with canned answers, for tests of our clients: it records requests, and can be slow,
+"""Fakes an OpenAI-like server with canned answers, for tests of our clients. It records requests, and can be slow,
 refuse, or fail inside a stream.
 """
 
@@ -22,7 +22,7 @@ MODEL = "fake-model"
 
 
 class FakeOpenAI:
-    """`with FakeOpenAI() as server:` listens on 127.0.0.1:`server.port`.
+    """Listens on 127.0.0.1:`server.port`: `with FakeOpenAI() as server:`.
 
     Every answer is `max_tokens` words (3 if absent).
     """

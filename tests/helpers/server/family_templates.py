@@ -1,5 +1,5 @@
-"""Chat templates in the formats of model families that call tools and think: short, with the constructs in which the
-families differ (where tools stand, how arguments and results are written, what thoughts of earlier turns become).
+"""Defines short chat templates in the formats of model families that call tools and think, with the constructs in
+which the families differ: the place of tools, the form of arguments and results, earlier turns' thoughts.
 """
 
 DEEPSEEK_V3 = """\

@@ -1,4 +1,4 @@
-"""A model folder without weights, written without transformers, sufficient for the server and the fake executor."""
+"""Writes a model folder without weights and transformers, sufficient for the server and the fake executor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ VOCAB_SIZE = 512
 
 
 def write_light_model(folder: str | Path, **config) -> str:
-    """config.json of a small Qwen3, a byte-level BPE tokenizer, and a chat template; returns the folder as a string."""
+    """Write config.json of a small Qwen3, a byte-level BPE tokenizer and a chat template; returns the folder as a
+    string.
+    """
     folder = Path(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A real server on a random port: uvicorn, the launcher's own composition, and an engine process with the fake
+"""Runs a real server on a random port: uvicorn, the launcher's own composition, and an engine process with the fake
 executor. Only the signals are missing.
 """
 
@@ -60,7 +60,7 @@ def make_config(folder: str, **settings: Any) -> Config:
 
 
 class RunningServer:
-    """A server in a thread of the test process: HTTP works as usual, and tests can access its state."""
+    """Runs a server in a thread of the test process: HTTP works as usual, and tests can access its state."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -117,7 +117,7 @@ class RunningServer:
 
 
 def poll(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
-    """The first true value of `condition`. Fails after `timeout` seconds."""
+    """Return the first true value of `condition`. Fails after `timeout` seconds."""
     end = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < end, "timed out"
@@ -129,7 +129,7 @@ def poll(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
 def running_server(
     folder: str, monkeypatch: pytest.MonkeyPatch | None = None, fake: str = "", **settings: Any
 ) -> Iterator[RunningServer]:
-    """A server for one test. `fake` are the FakeOptions of its engine."""
+    """Run a server for one test. `fake` are the FakeOptions of its engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAKE_EXECUTOR", fake)
         server = RunningServer(make_config(folder, **settings))
@@ -142,14 +142,14 @@ def running_server(
 
 @pytest.fixture(scope="session")
 def server(model_folder) -> Iterator[RunningServer]:
-    """The server that most tests share."""
+    """Run the server that most tests share."""
     with running_server(model_folder) as running:
         yield running.wait_ready()
 
 
 @pytest.fixture(scope="session")
 def slow_server(model_folder) -> Iterator[RunningServer]:
-    """A server with 10 ms per step and room for 4 requests at once, for tests of events during generation."""
+    """Run a server with 10 ms per step and room for 4 requests, for tests of events during generation."""
     with running_server(
         model_folder, fake="step_delay=0.01", max_num_seqs=4, max_num_queued_reqs=8, sse_keep_alive_interval=0.1
     ) as running:

@@ -1,4 +1,4 @@
-"""A server whose engine says what the test writes: the text comes token by token, or in random pieces."""
+"""Runs a server whose engine answers with the test's texts, token by token or in random pieces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Script:
         return getattr(self.client, name)
 
     def says(self, *texts: str | list[int], finish_reason: str = "stop", seed: int | None = None) -> None:
-        """The answers of the next requests: choice i says texts[i % len(texts)], which may be token ids."""
+        """Set the answers of the next requests: choice i is texts[i % len(texts)], which may be token ids."""
         self.texts, self.finish_reason = list(texts), finish_reason
         self.rng = None if seed is None else random.Random(seed)
 
@@ -85,7 +85,7 @@ class Stream:
 
 
 def write_folder(folder: Path, template: str, max_length: int = 4096) -> str:
-    """A model folder without weights, whose tokenizer has `MARKERS` as special tokens."""
+    """Write a model folder without weights, whose tokenizer has `MARKERS` as special tokens."""
     backend: tokenizers.Tokenizer = _byte_level()
     backend.add_special_tokens(MARKERS)
     backend.save(str(folder / "tokenizer.json"))

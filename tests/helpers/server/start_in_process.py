@@ -1,5 +1,5 @@
-"""`quire serve` in this process: the command line, the launcher and the frontend as they are, and the engine's own loop
-in a thread instead of a process.
+"""Runs `quire serve` in this process: the unchanged command line, launcher and frontend, and the engine's own loop in a
+thread instead of a process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.engine.ipc import ServerSocket
 from quire.server.engines.process import EngineProcess
 from quire.server.launch import Launcher
 
-STARTED: list[EngineThread] = []  # by the server that runs now
+STARTED: list[EngineThread] = []  # started by the current server
 
 
 class EngineThread(EngineProcess):
@@ -33,7 +33,7 @@ class EngineThread(EngineProcess):
 
     def _run(self) -> None:
         socket = ServerSocket(self.address)
-        socket.watch(self._end)  # as a worker's sentinel: readable, the loop ends
+        socket.watch(self._end)  # readable when the loop ends, as a worker's sentinel
         core = EngineCore(self.config, socket, self.index)
         try:
             core.start()
@@ -63,7 +63,7 @@ class EngineThread(EngineProcess):
 
 @contextlib.contextmanager
 def starts_in_process() -> Iterator[None]:
-    """Let `cli.main(["serve", ...])` run in this process; a server that becomes ready ends at once."""
+    """Make `cli.main(["serve", ...])` run in this process; a server that becomes ready ends at once."""
 
     def leave(code: int) -> None:
         raise SystemExit(code)
@@ -75,7 +75,7 @@ def starts_in_process() -> Iterator[None]:
     announce_as_before = Launcher._announce
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.server.startup.engine_group.EngineProcess", EngineThread)
-        patch.setattr("quire.server.launch.os._exit", leave)  # after a start that failed
+        patch.setattr("quire.server.launch.os._exit", leave)  # after a failed start
         patch.setattr("quire.server.launch.logging.shutdown", lambda: None)
         patch.setattr(Launcher, "_announce", announce)
         yield
@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
 
 
 class Errors(logging.Handler):
-    """The messages of errors."""
+    """Collects the messages of errors."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Chat templates like those of popular models; together they use every construct that occurs in them."""
+"""Defines chat templates like those of popular models; together they use every construct that occurs in them."""
 
 from tests.helpers.server.family_templates import FAMILY_TEMPLATES
 

@@ -1,4 +1,5 @@
-"""Small tokenizer folders of every kind that models use, trained on a few lines, for comparison with transformers."""
+"""Writes small tokenizer folders of every kind that models use, trained on a few lines, to compare with transformers.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _write(folder: Path, tokenizer: Tokenizer | dict, settings: dict, **files: d
 
 
 def byte_level(folder: Path) -> Path:
-    """GPT-2 and Qwen: byte-level BPE, ChatML tokens, and an added token that is not special."""
+    """Write GPT-2's and Qwen's kind: byte-level BPE, ChatML tokens, and an added token that is not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,8 +68,8 @@ def byte_level(folder: Path) -> Path:
 
 
 def llama3(folder: Path) -> Path:
-    """Llama 3: a split by regular expression, byte-level, a start token from the post-processor, flags of added tokens
-    in the configuration.
+    """Write Llama 3's kind: a split by regular expression, byte-level, a start token from the post-processor, flags of
+    added tokens in the configuration.
     """
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated")
@@ -107,7 +108,7 @@ def llama3(folder: Path) -> Path:
 
 
 def _byte_fallback_bpe() -> dict:
-    """tokenizer.json of a BPE over characters with 256 byte tokens, as sentencepiece models are converted."""
+    """Return tokenizer.json of a BPE over characters with 256 byte tokens, like converted sentencepiece models."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.BpeTrainer(
@@ -141,8 +142,8 @@ def _llama2_json() -> dict:
 
 
 def llama2(folder: Path) -> Path:
-    """Llama 2 and Mistral as their tokenizer.json has it: metaspace, byte fallback, one leading space stripped; special
-    tokens in a file of their own.
+    """Write Llama 2's and Mistral's kind of tokenizer.json: metaspace, byte fallback, one leading space stripped;
+    special tokens in a separate file.
     """
     return _write(
         folder,
@@ -159,7 +160,7 @@ def llama2(folder: Path) -> Path:
 
 
 def llama2_class(folder: Path, **config) -> Path:
-    """The same, declared as LlamaTokenizer, whose pipeline transformers rebuilds."""
+    """Write the same, declared as LlamaTokenizer, whose pipeline transformers rebuilds."""
     return _write(
         folder, _llama2_json(), {"tokenizer_class": "LlamaTokenizer", **config}, config={"model_type": "llama"}
     )
@@ -185,7 +186,7 @@ def llama2_class_no_prefix(folder: Path) -> Path:
 
 
 def gemma(folder: Path) -> Path:
-    """Gemma: as Llama 2, without the prefix space."""
+    """Write Gemma's kind: as Llama 2's, without the prefix space."""
     data = _byte_fallback_bpe()
     data["decoder"] = json.loads(
         decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]).__getstate__()
@@ -200,7 +201,7 @@ def gemma(folder: Path) -> Path:
 
 
 def unigram(folder: Path) -> Path:
-    """T5 and other sentencepiece unigram models: the metaspace decoder, clean-up on."""
+    """Write T5's kind, a sentencepiece unigram model: the metaspace decoder, clean-up on."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -222,7 +223,7 @@ def unigram(folder: Path) -> Path:
 
 
 def word_piece(folder: Path) -> Path:
-    """BERT: pieces with ##, spaces between words made by the decoder, clean-up on."""
+    """Write BERT's kind: pieces with ##, spaces between words made by the decoder, clean-up on."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -242,7 +243,7 @@ def word_piece(folder: Path) -> Path:
 
 
 def word_level(folder: Path) -> Path:
-    """Whole words and no decoder: tokens are joined by spaces."""
+    """Write whole words and no decoder: tokens are joined by spaces."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.train_from_iterator(
@@ -252,7 +253,7 @@ def word_level(folder: Path) -> Path:
 
 
 def suffix_bpe(folder: Path) -> Path:
-    """CLIP: words end in </w>, a decoder without a specialised stream class."""
+    """Write CLIP's kind: words end in </w>, a decoder without a specialised stream class."""
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")

@@ -1,4 +1,4 @@
-"""Bodies with one field, at any depth, beside the required ones, from the request types of vendors' own packages."""
+"""Makes bodies with one field, at any depth, and the required ones, from the request types of vendors' packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCALARS = {int: 1, float: 0.5, bool: True} | dict.fromkeys((str, bytes, object,
 
 
 def fields_of(model: type) -> dict[str, tuple[Any, bool]]:
-    """name -> (type, whether it is required) of a TypedDict or a pydantic model."""
+    """Return name -> (type, whether it is required) of a TypedDict or a pydantic model."""
     if is_typeddict(model):
         hints = typing.get_type_hints(model, include_extras=True)  # __required_keys__ misses postponed annotations
         return {
@@ -29,7 +29,7 @@ def fields_of(model: type) -> dict[str, tuple[Any, bool]]:
 
 
 def bodies(model: type, given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(dotted name of the field, body). `given` are the required fields, and overrides what is made up."""
+    """Yield (dotted name of the field, body). `given` has the required fields, and values instead of made-up ones."""
     base = minimal(model) | given
     for name, (hint, _) in fields_of(model).items():
         for path, value in _values(hint, 1):
@@ -37,7 +37,7 @@ def bodies(model: type, given: dict[str, Any]) -> Iterator[tuple[str, dict[str, 
 
 
 def minimal(hint: Any) -> Any:
-    """The smallest value of a type."""
+    """Return the smallest value of a type."""
     if is_object(hint):
         return {name: minimal(one) for name, (one, required) in fields_of(hint).items() if required}
     return next(iter(_values(hint, MAX_DEPTH)), ("", None))[1]
@@ -48,7 +48,7 @@ def is_object(hint: Any) -> bool:
 
 
 def _values(hint: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """(path below the field, value) for every field of every alternative of a type."""
+    """Yield (path below the field, value) for every field of every alternative of a type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _SCALARS:
         yield "", _SCALARS[hint]

@@ -1,4 +1,4 @@
-"""The text of tokens without a character at the end whose bytes are not all there, by full decodes."""
+"""Decodes the text of tokens in full, without an incomplete character at its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.server.text.tokenizer import Tokenizer
 
 
 def num_unfinished(data: bytes) -> int:
-    """The number of bytes at the end that begin a character and lack its others, as Python's strict decoder says."""
+    """Return the number of bytes of an incomplete character at the end, by Python's strict decoder."""
     for size in (1, 2, 3):
         try:
             data[-size:].decode()
@@ -20,7 +20,7 @@ def num_unfinished(data: bytes) -> int:
 
 
 def whole_text(tokenizer: Tokenizer, ids: Sequence[int], skip: bool = True) -> str:
-    """The full decode, without an unfinished character at its end."""
+    """Return the full decode without an incomplete character at its end."""
     visible = [i for i in ids if not (skip and i in tokenizer.special_ids)]
     left = num_unfinished(b"".join(map(tokenizer.token_bytes, visible)))
     if left and isinstance(tokenizer._decoding, ByteDecoding):

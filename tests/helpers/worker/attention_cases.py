@@ -1,4 +1,4 @@
-"""Random paged batches, and dense float32 attention as their reference."""
+"""Makes random paged batches, and dense float32 attention as their reference."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.worker.attention.base import AttentionBackend, AttentionMetadata
 
 @dataclass
 class Case:
-    """A batch whose keys and values are already in the cache, in shuffled blocks. Slots of no request hold NaN, the
-    null block zeros.
+    """Holds a batch whose keys and values are already in the cache, in shuffled blocks. Unused slots hold NaN, the null
+    block zeros.
     """
 
     q: torch.Tensor
@@ -84,7 +84,7 @@ def make_case(
 def dense(
     case: Case, scale: float, window: int | None = None, soft_cap: float | None = None, chunk: int | None = None
 ) -> torch.Tensor:
-    """Attention by its definition: one request, one score matrix, one mask."""
+    """Compute attention by its definition: one request, one score matrix, one mask."""
     outputs = []
     for q, k, v in zip(case.q.cpu().float().split(case.query_lens), case.keys, case.values):
         group = q.shape[1] // k.shape[1]

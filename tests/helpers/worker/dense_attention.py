@@ -1,5 +1,5 @@
-"""An attention backend written for clarity, as the reference of the tests: it gathers each request's keys and attends
-densely under a causal mask.
+"""Implements a simple attention backend as the reference of tests: it gathers each request's keys and attends densely
+under a causal mask.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DenseAttention(AttentionBackend):
 
 class PagedRunner:
     """Runs a model over a paged cache, chunk by chunk, with scattered blocks: `step({request: tokens})` -> hidden
-    states per request; or of each the last `wanted`. Layers take turns in the cache groups.
+    states per request, or the last `wanted` of each. Layers take turns in the cache groups.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Compares the drafts of a model of its own, or of a head, with those of a torch twin."""
+"""Compares the drafts of a draft model, or of a head, with those of a torch twin."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Seen = list[tuple[list[int], list[int]]]  # (known tokens of a request, the draf
 
 class Twin(Protocol):
     def drafts(self, tokens: list[int], count: int) -> list[int]:
-        """The drafts that follow `tokens`, whose last one the model has not computed."""
+        """Return the drafts that follow `tokens`, whose last one the model has not computed."""
 
 
 def check_drafts(engine, twin: Twin | None, vocab_size: int) -> None:
-    """The drafts of `engine` are the twin's, if there is one, and no token is another than without drafts."""
-    seen = _record(engine.executor._worker.runner.speculator.model)
+    """Check that the drafts of `engine` are the twin's, if there is one, and that tokens are those without drafts."""
+    seen = record(engine.executor._worker.runner.speculator.model)
     prompts = [[3, 9, 7, 4] * 9, [(7 * i) % (vocab_size - 8) + 4 for i in range(23)], [5, 6], [3, 9, 7, 4] * 8]
     greedy, random = (SamplingParams(temperature=t, seed=4, max_tokens=12, ignore_eos=True) for t in (0.0, 0.7))
     plain = [engine.generate(prompts, msgspec.structs.replace(one, speculation=False)) for one in (greedy, random)]
@@ -30,8 +30,8 @@ def check_drafts(engine, twin: Twin | None, vocab_size: int) -> None:
     assert [one.token_ids for one in engine.generate(prompts, random)] == [one.token_ids for one in plain[1]]
 
 
-def _record(drafter) -> Seen:
-    """A list to which each draft is added from now on."""
+def record(drafter) -> Seen:
+    """Return a list to which each draft is added from now on."""
     make, seen = drafter.draft, []
 
     def record(step, counts):

@@ -1,4 +1,4 @@
-"""The packages of a GPU machine that cannot install any: those of its image, and the wheels that are carried there.
+"""Lists the packages of a GPU machine that cannot install any: those of its image, and the wheels carried there.
 
 Imported as a pytest plugin (`-p tests.helpers.worker.gpu_image`), it hides every other installed package.
 """
@@ -23,7 +23,7 @@ IMAGE = [
     "tiktoken", "tokenizers", "torch", "tqdm", "transformers", "triton", "typer", "typing-extensions",
     "urllib3", "uvloop", "wheel", "yarl",
 ]
-# what quire needs beside these
+# other packages that quire needs
 CARRIED = [
     "fastapi", "starlette", "opentelemetry-api", "pydantic", "pydantic-core", "annotated-types",
     "typing-inspection", "uvicorn", "httptools", "pyzmq", "msgspec", "llguidance", "openai", "httpx2", "httpcore2",
@@ -48,7 +48,7 @@ def hidden_modules() -> set[str]:
 
 
 class Hiding:
-    """`finder`, without what is below `modules`."""
+    """Wraps `finder`, hiding everything below `modules`."""
 
     def __init__(self, finder, modules: set[str]):
         self.finder, self.modules = finder, modules

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, over gloo: NCCL needs a GPU per rank."""
+"""Runs two ranks on one GPU, over gloo: NCCL needs a GPU per rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.worker.platforms.base import Platform
 
 
 class SharedGpu(CudaPlatform):
-    """The first GPU, whatever the rank."""
+    """Uses the first GPU for every rank."""
 
     dist_backend = "gloo"
 

@@ -1,4 +1,4 @@
-"""Check whether Triton's interpreter, which tests/conftest.py selects without a GPU, can run the project's kernels."""
+"""Checks whether Triton's interpreter, which tests/conftest.py selects without a GPU, can run the project's kernels."""
 
 from __future__ import annotations
 

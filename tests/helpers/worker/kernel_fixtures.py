@@ -1,4 +1,4 @@
-"""Fixtures of the worker tests."""
+"""Defines fixtures of the worker tests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.helpers.worker.native_kernels import kernels, rng  # noqa: F401  fixt
 
 @pytest.fixture
 def exact_activations(monkeypatch):
-    """Quantized weights are multiplied by activations of 16 bits, which are finer than bfloat16."""
+    """Multiply quantized weights by activations of 16 bits, which are finer than bfloat16."""
     monkeypatch.setattr(KERNELS, "activation_bits", 16)
 
 
 @pytest.fixture(scope="module")
 def native_kernels():
-    """The native CPU kernels, loaded while a module's tests run (and built first, which takes seconds, if the cache
-    does not have them).
+    """Load the native CPU kernels while a module's tests run (building them first, in seconds, if the cache lacks
+    them).
     """
     if build.cpu_level() is None or (build.compiler() is None and build.find_library(build.cpu_level()) is None):
         pytest.skip("no native kernels here")

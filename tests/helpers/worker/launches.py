@@ -1,5 +1,5 @@
-"""Counts what a step launches on a GPU, without one: the code of the GPU path runs on the CPU with Triton kernels that
-do nothing, and everything that would be a launch or a copy is written down.
+"""Counts the launches of a step without a GPU: the code of the GPU path runs on the CPU with Triton kernels that do
+nothing, and every launch or copy is recorded.
 
 python -m tests.helpers.worker.launches      prints a table of some models and batches
 """
@@ -37,19 +37,19 @@ from tests.helpers.models.checkpoints import config_of
 from tests.helpers.worker.steps import Script
 
 PAGE = 4
-# give memory, without a kernel
+# operations that allocate memory without a kernel
 FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 
 def _shares_memory(result: torch.Tensor | list[torch.Tensor], of: torch.Tensor) -> bool:
-    """Whether the result of a view is one: `to` and `reshape` copy where they must."""
+    """Return whether the result shares the memory of an argument: `to` and `reshape` may copy."""
     first = result if isinstance(result, torch.Tensor) else result[0]
     return first.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches outside and inside recorded passes, by name. What `empty` returns is 0, because no Triton kernel
-    writes it.
+    """Counts launches outside and inside recorded passes, by name. `empty` returns zeros, because no Triton kernel
+    writes to it.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Launches(TorchDispatchMode):
             yield
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """A recorder for `ModelRunner.use_graphs`: replays by calling the function again."""
+        """Return a recorder for `ModelRunner.use_graphs`, which replays by calling the function again."""
         function()
 
         def replay() -> None:
@@ -92,7 +92,7 @@ class Launches(TorchDispatchMode):
 
 
 class Platform(CpuPlatform):
-    """Copies as a GPU does: one launch each."""
+    """Counts each copy as a launch, as on a GPU."""
 
     def __init__(self, launches: Launches) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class Platform(CpuPlatform):
 
 
 def count(name: str, batch: int, layers: int, sampling: SamplingParams) -> Launches:
-    """The launches of a decode step of `batch` requests, some of which get a new block, through a recorded pass of a
-    model of the checkpoint `name` with `layers` layers.
+    """Return the launches of a decode step of `batch` requests, some of which get a new block, through a recorded pass
+    of a model of the checkpoint `name` with `layers` layers.
     """
     launches = Launches()
     with tempfile.TemporaryDirectory() as folder, launches.counting():
@@ -140,14 +140,14 @@ def count(name: str, batch: int, layers: int, sampling: SamplingParams) -> Launc
 
 
 def in_groups(step: StepInput, num_groups: int) -> StepInput:
-    """`step`, whose blocks are those of one cache group, with the same blocks in each of several."""
+    """Return `step`, which has the blocks of one cache group, with the same blocks in each of several."""
     replace = msgspec.structs.replace
     new = [replace(one, block_ids=one.block_ids * num_groups) for one in step.new]
     return replace(step, new=new, new_blocks=[blocks * num_groups for blocks in step.new_blocks])
 
 
 def make_runner(folder: str, batch: int, platform: Platform) -> ModelRunner:
-    """The model with weights that are 0, in bfloat16, as on a GPU but for the device."""
+    """Return a runner of the model with zero weights in bfloat16, as on a GPU except for the device."""
     spec = read_model_spec(folder)
     config = Config.from_flat(
         model=folder, device="cpu", max_model_len="40", block_size=PAGE, max_num_batched_tokens=4 * batch
@@ -165,7 +165,7 @@ def make_runner(folder: str, batch: int, platform: Platform) -> ModelRunner:
 
 
 def per_layer(name: str, batch: int, sampling: SamplingParams) -> tuple[Launches, Counter]:
-    """(launches of a step of three layers, those of one layer): what a fourth layer adds."""
+    """Return (launches of a step of three layers, launches that a fourth layer adds)."""
     three, four = (count(name, batch, layers, sampling) for layers in (3, 4))
     return three, four.inside - three.inside
 

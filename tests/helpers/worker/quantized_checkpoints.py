@@ -1,7 +1,7 @@
-"""Checkpoints in the quantized formats of the Hub, made from the random ones of `models/checkpoints.py`, each with the
+"""Writes checkpoints in the quantized formats of the Hub from the random ones of `models/checkpoints.py`, each with the
 weights that it stands for.
 
-Integers and floats are rounded here in the simplest way: what the tests check is how they are stored.
+Integers and floats are rounded in the simplest way: the tests check how they are stored.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def write(source: str, folder: Path, config: dict[str, Any], store: Store) -> st
 
 
 def in_groups(weight: torch.Tensor, group: int | None) -> torch.Tensor:
-    """`[rows, groups, group]`, the last group padded with zeros."""
+    """Return the weight as `[rows, groups, group]`, with the last group padded by zeros."""
     group = group or weight.shape[1]
     return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
 
 
 def integers(weight: torch.Tensor, bits: int, group: int | None, symmetric: bool) -> tuple[torch.Tensor, ...]:
-    """(values in 0 .. 2 ** bits - 1 `[n, k]`, scales `[n, groups]`, zero points like them)."""
+    """Return (values in 0 .. 2 ** bits - 1 `[n, k]`, scales `[n, groups]`, zero points like them)."""
     grouped, top = in_groups(weight.float(), group), 2**bits - 1
     if symmetric:
         scales = grouped.abs().amax(-1) / (top / 2) + 1e-6
@@ -71,7 +71,8 @@ def integers(weight: torch.Tensor, bits: int, group: int | None, symmetric: bool
 
 
 def pack_columns(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Whole numbers `[n, k]` as a stream of bits per row, low bits first, in words `[n, ceil(k * bits / 32)]` int32."""
+    """Pack integers `[n, k]` into a stream of bits per row, low bits first, in int32 words `[n, ceil(k * bits / 32)]`.
+    """
     stream = (values[..., None] >> torch.arange(bits)) & 1
     stream = torch.nn.functional.pad(stream.flatten(1), (0, -values.shape[1] * bits % 32)).long()
     words = (stream.unflatten(1, (-1, 32)) << torch.arange(32)).sum(-1)
@@ -79,7 +80,8 @@ def pack_columns(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def compressed_tensors(form: str, targets: str = "Linear", **settings: Any) -> tuple[dict[str, Any], Store]:
-    """A configuration and a store by the package of that name, whose own `decompress` says what is stored."""
+    """Return a configuration and a store of the package of that name, whose own `decompress` gives the stored values.
+    """
     args = QuantizationArgs(**settings)
     scheme = QuantizationScheme(targets=[targets], weights=args)
     compressor = BaseCompressor.get_value_from_registry(form)
@@ -105,7 +107,7 @@ def compressed_tensors(form: str, targets: str = "Linear", **settings: Any) -> t
 
 
 def by_activation(group: int) -> tuple[dict[str, Any], Store]:
-    """Groups of columns that are not neighbours (`actorder` group), which the package no longer writes."""
+    """Store groups of columns that are not neighbours (`actorder` group), which the package no longer writes."""
     config, _ = compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=group)
     config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
 
@@ -127,7 +129,7 @@ def by_activation(group: int) -> tuple[dict[str, Any], Store]:
 
 
 def _parameters(weight: torch.Tensor, args: QuantizationArgs) -> Stored:
-    """Scales and zero points of a weight."""
+    """Return the scales and zero points of a weight."""
     bits, strategy = args.num_bits, str(getattr(args.strategy, "value", args.strategy))
     if str(getattr(args.type, "value", args.type)) == "float":
         largest = 6.0 if bits == 4 else 448.0
@@ -202,7 +204,7 @@ def gptq(bits: int, group: int, *, act_order: bool = False, version: int = 1, **
 
 
 def auto_round(packing: str, config_and_store: tuple[dict[str, Any], Store], **more: Any) -> tuple[dict, Store]:
-    """The tensors of GPTQ, without g_idx and biases, or of AWQ."""
+    """Store the tensors of GPTQ, without g_idx and biases, or of AWQ."""
     config, theirs = config_and_store
 
     def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
@@ -214,7 +216,7 @@ def auto_round(packing: str, config_and_store: tuple[dict[str, Any], Store], **m
 
 
 def quark(weight: dict[str, Any], store: Store, **export: Any) -> tuple[dict[str, Any], Store]:
-    """A checkpoint of Quark with one scheme; `store` writes the tensors by their names there."""
+    """Return a checkpoint of Quark with one scheme; `store` writes the tensors by their names there."""
     return {
         "quant_method": "quark",
         "export": {"kv_cache_group": [], "weight_format": "real_quantized", "pack_method": "reorder"} | export,
@@ -226,7 +228,7 @@ def quark(weight: dict[str, Any], store: Store, **export: Any) -> tuple[dict[str
 
 
 def renamed(store: Store, names: dict[str, str], change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Store:
-    """The tensors of `store` whose suffixes `names` has, under other names; `change` those of the first."""
+    """Store the tensors of `store` whose suffixes `names` has under other names; apply `change` to the first."""
 
     def other(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
         tensors, value = store(name, weight)
@@ -240,7 +242,7 @@ def renamed(store: Store, names: dict[str, str], change: Callable[[torch.Tensor]
 
 
 def quark_int4(symmetric: bool, reorder: bool) -> tuple[dict[str, Any], Store]:
-    """Words along the outputs: unsigned with zero points or in two's complement without."""
+    """Store words along the outputs: unsigned with zero points, or in two's complement without."""
     order = [0, 2, 4, 6, 1, 3, 5, 7] if reorder else list(range(8))
 
     def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
@@ -259,7 +261,7 @@ def quark_int4(symmetric: bool, reorder: bool) -> tuple[dict[str, Any], Store]:
 
 
 def fp8(block: int | None, **more: Any) -> tuple[dict[str, Any], Store]:
-    """Blocks of `block` x `block`, or a scale per tensor."""
+    """Store FP8 with a scale per `block` x `block` values, or per tensor."""
     name_of_scale = "weight_scale" if block is None else "weight_scale_inv"
 
     def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Several tensor-parallel ranks in one process: each is a thread, synchronised by a barrier."""
+"""Runs several tensor-parallel ranks in one process: each is a thread, synchronised by a barrier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.worker.parallel import Group
 
 
 class ThreadGroup(Group):
-    """Rank `rank` of `size` threads that share `box` and `barrier`."""
+    """Implements the group of rank `rank` of `size` threads that share `box` and `barrier`."""
 
     def __init__(self, rank: int, size: int, box: list, barrier: threading.Barrier):
         self.rank, self.size, self._box, self._barrier = rank, size, box, barrier

@@ -1,4 +1,4 @@
-"""Hand-written steps, as a scheduler would send them for a few requests."""
+"""Writes steps as a scheduler would send them for a few requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class Script:
-    """Requests in rows, with block ids assigned in order and never released. `step` runs any number of their tokens."""
+    """Holds requests in rows, with block ids assigned in order and never released; `step` runs any of their tokens."""
 
     block_size: int
     next_block: int = 1
@@ -24,7 +24,7 @@ class Script:
         self.rows[row] = _Row(prompt, sampling, list(outputs or []))
 
     def step(self, scheduled: dict[int, int]) -> StepInput:
-        """Row -> number of tokens, in batch order."""
+        """Return a step of `counts`: row -> number of tokens, in batch order."""
         new, new_blocks, computed, samples = [], [], [], []
         for i, (row, count) in enumerate(scheduled.items()):
             state = self.rows[row]

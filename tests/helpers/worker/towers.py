@@ -1,4 +1,4 @@
-"""Loading a vision encoder alone, and comparing its embeddings."""
+"""Loads a vision encoder alone and compares its embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.worker.weights.checkpoint import Checkpoint, Placement
 
 
 def load_tower(tower_cls: type[VisionTower], folder: str, place: str = "") -> VisionTower:
-    """`place` is what the names in the files begin with, before the tower's."""
+    """Load a tower; `place` is the prefix of its names in the files."""
     with open(f"{folder}/config.json", encoding="utf-8") as file:
         tower = tower_cls(json.load(file)).eval()
     with Checkpoint(folder) as checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +86,7 @@ def bodies(draw) -> dict:
     return body | {name: draw(VALUES if odd and draw(st.booleans()) else likely)}
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=bodies())
 def test_no_body_is_the_servers_fault(server, body):

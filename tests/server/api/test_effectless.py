@@ -173,6 +173,7 @@ REQUIRED = {
 HINTS = [(cls, name) for cls in REQUIRED for name in cls.hints if name not in cls.__struct_fields__]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "name"), HINTS, ids=[f"{cls.__name__}-{name}" for cls, name in HINTS])
 @pytest.mark.parametrize("value", ["x", 7, {"a": [1]}, [{}], "y" * 1000])
 def test_any_value_of_a_hint_is_accepted_and_told_even_when_strict(cls, name, value):

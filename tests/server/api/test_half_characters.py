@@ -59,6 +59,7 @@ def halves(tokenizer, text: str):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", DIALECTS)
 def test_an_answer_is_cut_before_a_character(pair, name, stream):
@@ -193,6 +194,7 @@ def test_an_echo_and_what_continues_it(pair, stream):
     assert DIALECTS["chat"].ask(server.http, stream, **fields).content == ANSWER[:-1]
 
 
+@pytest.mark.slow
 def test_a_deadline(pair, monkeypatch):
     server, script = pair
 
@@ -231,6 +233,7 @@ def test_batches(pair):
     assert json.loads(answer)["result"]["message"]["content"] == [{"type": "text", "text": before}]
 
 
+@pytest.mark.slow
 def test_offline(tmp_path):
     with LLM(write_light_model(tmp_path), distributed_executor_backend=BACKEND, max_model_len=64) as llm:
         state = llm._runtime.state

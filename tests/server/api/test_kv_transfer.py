@@ -142,6 +142,7 @@ def test_a_server_without_the_setting_refuses_them(server):
     assert answer.status_code == 400 and "--kv-transfer-config" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_blocks_that_another_server_should_have_and_has_not(pair):
     _, consumer = pair
     params = {

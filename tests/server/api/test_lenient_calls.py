@@ -22,6 +22,7 @@ def pair(tmp_path_factory):
         yield server, script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERERS)
 def test_raw_line_breaks_in_arguments(pair, monkeypatch, name):
     server, script = pair

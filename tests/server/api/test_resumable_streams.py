@@ -59,6 +59,7 @@ def num_tokens(found: list[tuple[int, str]]) -> int:
     return sum(len(one.get("token_ids") or ()) for one in choices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_the_rest_follows_what_was_read(server, path):
     body = CHAT | {"max_tokens": 60, "return_token_ids": True} | ({} if "chat" in path else {"prompt": "Hello"})

@@ -28,8 +28,9 @@ pytestmark = pytest.mark.slow
 QUERY, DOCUMENTS = "What is the capital of France?", ["The capital of France is Paris.", "engine", TEXTS[2], TEXTS[3]]
 
 
-def serving(folder: str):
-    return running_server(folder, distributed_executor_backend="uniproc", kv_cache_memory_bytes=64 << 20)
+def serving(folder: str, **options):
+    options |= {"distributed_executor_backend": "uniproc", "kv_cache_memory_bytes": 64 << 20}
+    return running_server(folder, **options)
 
 
 @pytest.fixture(scope="module")
@@ -271,16 +272,35 @@ def test_offline(cross_encoder, classifier, embedder):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_encoder_scores_pairs_as_sentence_transformers_does(tmp_path):
+@pytest.mark.parametrize("implementation", ["quire", "transformers"])
+def test_an_encoder_scores_pairs_as_sentence_transformers_does(implementation, tmp_path):
     """BERT: the tokens of the document have a type of their own."""
     from sentence_transformers import CrossEncoder
 
     folder = build_encoder("bert", tmp_path / "model", "ForSequenceClassification", num_labels=1)
     model = CrossEncoder(folder, device="cpu")
     expected = model.predict([(QUERY, document) for document in DOCUMENTS], convert_to_tensor=True).float()
-    with serving(folder) as running:
+    with serving(folder, model_impl=implementation) as running:
         running.wait_ready(120)
         found = scores(running, text_1=QUERY, text_2=DOCUMENTS)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         answer = running.http.post("/v1/score", json={"text_1": QUERY, "text_2": "word " * 600})
         assert answer.status_code == 400 and "512" in answer.text
+
+
+def test_a_token_classifier_judges_each_token(tmp_path):
+    import transformers
+
+    folder = build_encoder("bert", tmp_path / "model", "ForTokenClassification", num_labels=3)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+    ids = [[3, 20, 30, 2], [3, 7, 2]]
+    with torch.inference_mode():
+        expected = [model(torch.tensor([prompt])).logits[0] for prompt in ids]
+    with serving(folder) as running:
+        running.wait_ready(120)
+        for more, function in (({}, torch.nn.Softmax(1)), ({"use_activation": False}, torch.nn.Identity())):
+            for item, logits in zip(post(running, "/pooling", input=ids, **more)["data"], expected):
+                torch.testing.assert_close(torch.tensor(item["data"]), function(logits), rtol=1e-5, atol=1e-5)
+        for path, what in (("/classify", "is no classifier of texts"), ("/v1/embeddings", "makes no embeddings")):
+            answer = running.http.post(path, json={"input": "a"})
+            assert answer.status_code == 400 and what in answer.text, answer.text

@@ -105,6 +105,7 @@ DIALECTS = [  # route, a body, and how the answer is read
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "body", "text_of"), DIALECTS, ids=[f"{one[0]}-{next(iter(one[1]))}" for one in DIALECTS]
 )
@@ -169,6 +170,7 @@ def test_metrics(drafting):
     assert sum(per_place) == found["accepted_tokens"] and per_place == sorted(per_place, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_log_has_the_acceptance_rate(caplog):
     log = StatsLog(1.0)
     log.observe(EngineStats(num_generation_tokens=9, num_drafts=2, num_draft_tokens=8, accepted_per_position=[2, 1, 1]))

@@ -33,6 +33,7 @@ def conversation(shape: str) -> list[dict[str, str]]:
     return [{"role": ROLES[letter], "content": f"qz{i}{letter}"} for i, letter in enumerate(shape)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_template_prints_every_message(name):
     template = compile_template(TEMPLATES[name])

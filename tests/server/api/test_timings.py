@@ -30,6 +30,7 @@ def asked(server, path: str, **fields) -> list[dict]:
     return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_they_tell_the_time_of_each_phase(server, path, stream):

@@ -121,6 +121,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_streams_in_any_pieces_equal_the_whole(pair, text, reason):
@@ -366,6 +367,7 @@ def test_a_template_that_knows_the_effort(tmp_path):
 # ---- models that know nothing of it, and settings
 
 
+@pytest.mark.slow
 def test_a_template_without_tools(tmp_path):
     folder = write_folder(tmp_path, CHATML)
     history = [*ASK, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "time", "arguments": ""}}]}]
@@ -380,6 +382,7 @@ def test_a_template_without_tools(tmp_path):
             assert error["param"] == "messages" and f"Without {named}" in error["message"]
 
 
+@pytest.mark.slow
 def test_the_generic_prompt_of_every_template(tmp_path):
     """--generic-tool-prompt also where the template prints tools and a parser was found."""
     folder = write_folder(tmp_path, QWEN3_TOOLS)
@@ -419,6 +422,7 @@ RESULTS_ONLY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESULTS_ONLY)
 def test_the_second_turn_where_the_template_prints_results_only(tmp_path, name):
     template = RESULTS_ONLY[name]
@@ -536,6 +540,7 @@ def test_a_custom_tool_with_a_grammar(pair):
     assert "look-around" in refused(server, tools=[tool])["message"]
 
 
+@pytest.mark.slow
 def test_a_schema_that_cannot_be_enforced(pair, caplog):
     server, script = pair
     script.says(CALL)

@@ -141,6 +141,7 @@ def outcome(body: dict[str, Any], cls: type, path: str) -> str:
     return "warned" if ignored else "accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("route", "vendor", "cls", "given"), KINDS, ids=[kind[0] for kind in KINDS])
 def test_every_field_of_a_vendor_is_answered_for(route, vendor, cls, given):
     node, outcomes = inspect.type_info(cls), defaultdict(set)

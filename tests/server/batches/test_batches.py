@@ -136,6 +136,7 @@ def test_an_invalid_file_fails_the_batch_and_names_the_line(server, text, messag
     assert message in batch.errors.data[0].message and batch.errors.data[0].line == number
 
 
+@pytest.mark.slow
 def test_cancelling_keeps_the_results_so_far(server):
     lines = [line("short"), *(line(f"long{i}", max_tokens=450, ignore_eos=True) for i in range(2000))]
     file = server.openai.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
@@ -328,6 +329,7 @@ def _is_ready(port: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_an_upload_without_python_multipart_names_the_package(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "python_multipart", None)
     monkeypatch.setitem(sys.modules, "python_multipart.exceptions", None)

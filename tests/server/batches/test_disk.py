@@ -46,6 +46,7 @@ def many_lines(number: int) -> io.BytesIO:
 # ---- limits
 
 
+@pytest.mark.slow
 def test_rows_and_outputs_are_counted_before_they_are_written(server):
     """A batch whose input fits, but not with its rows."""
     number = 8 * MIB // LINE_BYTES

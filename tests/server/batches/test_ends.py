@@ -37,6 +37,7 @@ def completion(custom_id: str, body: bytes) -> bytes:
 GOOD = b'{"prompt":"hello","max_tokens":2}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [b"1e9999", b"-1e9999", b"1" * 5000, b'"\xff\xfe"', b"[" * 900 + b"]" * 900, b'"\\ud83dx"', b"{]", b"NaN", b""],
@@ -65,6 +66,7 @@ NAMES = st.sampled_from(["prompt", "max_tokens", "stream", "stop", "user", "n", 
 BODIES = st.dictionaries(NAMES, JSON, max_size=4).map(lambda body: json.dumps(body).encode()) | st.binary(max_size=24)
 
 
+@pytest.mark.slow
 @given(st.lists(BODIES, min_size=1, max_size=5))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_batch_of_generated_lines_ends(server, bodies):
@@ -91,6 +93,7 @@ def test_any_exception_is_the_lines_own_error(server, monkeypatch):
     assert error["custom_id"] == "b" and error["response"]["status_code"] == 500
 
 
+@pytest.mark.slow
 def test_a_line_that_is_always_answered_by_503_ends(server, monkeypatch):
     attempts = []
 
@@ -106,6 +109,7 @@ def test_a_line_that_is_always_answered_by_503_ends(server, monkeypatch):
     assert results(server.openai, batch.error_file_id)[0]["response"]["status_code"] == 503
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_run_fails_after_some_attempts(server, monkeypatch):
     def broken(path, endpoint):
         attempts.append(path)

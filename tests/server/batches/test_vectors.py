@@ -26,6 +26,7 @@ def server(tmp_path_factory):
         yield running.wait_ready(120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", BODIES)
 def test_lines_are_answered_as_requests_are(server, url):
     line = {"method": "POST", "url": url, "body": BODIES[url]}
@@ -42,6 +43,7 @@ def test_lines_are_answered_as_requests_are(server, url):
     assert results(server.openai, batch.error_file_id)[0]["response"]["status_code"] == 400
 
 
+@pytest.mark.slow
 def test_lines_run_in_the_background(server, monkeypatch):
     sent, generate = [], server.state.client.generate
     monkeypatch.setattr(server.state.client, "generate", lambda request: sent.append(request) or generate(request))

@@ -57,6 +57,13 @@ class TestRouter:
         assert router.choose(LONG, None, loads) == 1 - first
         assert router.choose(LONG, None, [None, None]) in (0, 1)
 
+    def test_the_client_may_choose(self):
+        router = PrefixRouter(2)
+        first = router.choose(LONG, None, [0, 0])
+        assert router.choose(LONG, None, [0, 0], asked=1 - first) == 1 - first
+        assert router.choose([7] * 100, None, [None, 0], asked=0) == 0
+        assert router.choose([*[7] * 100, 1], None, [0, 0]) == 0
+
     def test_a_new_engine_has_seen_nothing(self):
         router = PrefixRouter(2)
         first = router.choose(LONG, None, [0, 0])
@@ -123,16 +130,27 @@ def test_two_engines_serve_and_one_may_die(model_folder, tmp_path):
             return await asyncio.gather(*tasks)
 
     with server_process(model_folder, tmp_path, fake="step_delay=0.01", data_parallel_size=2) as server:
+
+        def answered() -> dict[str, float]:
+            page = {family.name: family for family in text_string_to_metric_families(server.http.get("/metrics").text)}
+            return {
+                sample.labels["engine"]: sample.value
+                for sample in page["vllm:request_success"].samples
+                if sample.labels["finished_reason"] == "length"
+            }
+
         server.wait_ready()
         engines = server.engines()
         assert len(engines) == 2
         expected = asyncio.run(crowd(server.port))
-        page = {family.name: family for family in text_string_to_metric_families(server.http.get("/metrics").text)}
-        assert {
-            sample.labels["engine"]: sample.value
-            for sample in page["vllm:request_success"].samples
-            if sample.labels["finished_reason"] == "length"
-        } == {"0": 4, "1": 4}
+        assert answered() == {"0": 4, "1": 4}
+        body, name = {"prompt": "number 1", "max_tokens": 3, "ignore_eos": True}, "X-data-parallel-rank"
+        for rank in (1, 1, 1, 0):
+            assert server.http.post("/v1/completions", json=body, headers={name: str(rank)}).status_code == 200
+        assert answered() == {"0": 5, "1": 7}
+        for rank in ("2", "-1", "x"):
+            answer = server.http.post("/v1/completions", json=body, headers={name: rank})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == name
 
         def kill() -> None:
             engines[1].kill()

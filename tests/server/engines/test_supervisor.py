@@ -11,16 +11,18 @@ from types import SimpleNamespace
 import pytest
 
 from quire.configs.config import Config
-from quire.engine.messages import Ready
+from quire.engine.messages import Progress, Ready
 from quire.server.engines import supervisor as module
 from quire.server.engines.client import EngineUnavailable
-from quire.server.engines.process import python_environment
+from quire.server.engines.process import describe_exit, python_environment
 from quire.server.engines.supervisor import EngineFailed, Supervisor
 from tests.helpers.server.fake_engine import ready
 
 
 class ScriptedEngine:
     """An engine process that ends when the test requests it."""
+
+    is_remote = False
 
     def __init__(self, config: Config, index: int = 0):
         self.index, self.address = index, "ipc://nowhere"
@@ -37,6 +39,18 @@ class ScriptedEngine:
 
     def kill(self) -> None:
         self._ended.set()
+
+    def successor(self) -> ScriptedEngine:
+        return ScriptedEngine(None, self.index)
+
+    def dump_stacks(self) -> None:
+        """It has none."""
+
+    def stacks(self) -> dict[str, str]:
+        return {}
+
+    def describe_end(self, code: int) -> str:
+        return describe_exit(code)
 
 
 made: list[ScriptedEngine] = []
@@ -243,6 +257,25 @@ async def test_a_start_without_descriptors_or_memory_is_tried_again(monkeypatch)
 
 
 @asynchronous
+async def test_a_start_without_room_for_a_folder_is_tried_again(monkeypatch):
+    monkeypatch.setattr(module, "START_RETRY", 0.01)
+    watched, successor = Watched(monkeypatch), ScriptedEngine.successor
+    await watched.up()
+    full = [errno.ENOSPC, errno.ENOSPC]
+
+    def make(engine):
+        if full:
+            raise OSError(full.pop(), "no room")
+        return successor(engine)
+
+    monkeypatch.setattr(ScriptedEngine, "successor", make)
+    await watched.die()
+    assert not watched.task.done() and not full and len(made) == 2
+    await watched.up()
+    await watched.end()
+
+
+@asynchronous
 async def test_starts_without_room_are_given_up(monkeypatch):
     monkeypatch.setattr(module, "START_RETRY", 0.01)
     watched = Watched(monkeypatch)
@@ -251,6 +284,26 @@ async def test_starts_without_room_are_given_up(monkeypatch):
     await watched.die()
     with pytest.raises(EngineFailed, match="no room; 3 restarts in a row failed"):
         await watched.task
+
+
+@pytest.mark.parametrize(
+    "is_ready, reports, reason",
+    [(True, 0, "--step-timeout 300"), (False, 0, "10 times --step-timeout 300"), (False, 20, "10 times --step")],
+)
+def test_an_engine_that_compiles_is_not_hung(is_ready, reports, reason, monkeypatch):
+    """A step of the warm-up may take ten times as long, from each report of its progress on."""
+    client, waited = Client(), []
+    client.progress, client.ready, client.load = Progress("warming up", 0.0), ready() if is_ready else None, 1
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        client.num_messages += len(waited) % 200 == 0 and len(waited) <= 200 * reports
+
+    monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=sleep))
+    supervisor = Supervisor(Config(), ScriptedEngine(Config()), client, lambda again: None, lambda: None)
+    asyncio.run(supervisor._watch())
+    limit = 300 if is_ready else 3000 * (1 + reports)
+    assert reason in supervisor.hung and limit <= sum(waited) <= limit + 40
 
 
 def test_threads_of_torch_do_not_spin_in_engines(monkeypatch):

@@ -46,6 +46,7 @@ def error_of(answer) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
+@pytest.mark.slow
 def test_the_queue(server, busy):
     answer = server.http.post(CHAT, json=LONG)
     assert error_of(answer) == (503, "queue_timeout") and answer.headers["retry-after"]

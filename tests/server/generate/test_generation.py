@@ -110,6 +110,7 @@ def llama(tmp_path_factory):
 
 
 class TestText:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["tokenizer", "llama"])
     @settings(max_examples=120, deadline=None)
     @given(data=st.data())

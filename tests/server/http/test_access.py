@@ -36,6 +36,7 @@ ALL_ROUTES += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method,path", ALL_ROUTES)
 def test_keys_guard_everything_but_the_probes(keyed_server, method, path):
     http = keyed_server.http

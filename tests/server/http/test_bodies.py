@@ -33,6 +33,7 @@ def test_gzip(server):
 POSTS = {route.path for route in ROUTES if isinstance(route.body, type) and route.method == "POST"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(POSTS))
 def test_a_bomb_is_too_large(server, path):
     """Two megabytes of zeros are two kilobytes."""
@@ -66,6 +67,7 @@ def client_of(server, caplog) -> str:
     return line.partition(" ")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trusted", "seen"),
     [(None, "198.51.100.2:"), ("192.0.2.1", "127.0.0.1:"), ("127.0.0.0/8,198.51.100.2", "203.0.113.7:")],

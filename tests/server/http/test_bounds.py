@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.hostile_bodies import AUDIT, BOUNDS, KINDS, Row, post
 from quire.server.http.sse import ClientGone, unless_disconnected
 from quire.server.text.chat_template import ChatTemplate
 from quire.server.turns.threads import LARGE, PER_TURN, SMALL, Threads
+from tests.helpers.server.hostile_bodies import AUDIT, BOUNDS, KINDS, Row, post
 from tests.helpers.server.running import MODEL, poll, running_server
 from tests.server.api.test_chat import HELLO
 from tests.server.test_app import CHAT, is_error, occupy
@@ -158,6 +158,7 @@ RENDERING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RENDERING)
 def test_the_models_own_template_does_not_stop_the_loop(bounded_server, monkeypatch, path):
     """A small body, which would be read on the loop if it were not for the template."""
@@ -178,6 +179,7 @@ def test_the_models_own_template_does_not_stop_the_loop(bounded_server, monkeypa
 # ---- the queue
 
 
+@pytest.mark.slow
 def test_a_full_queue_counts_choices(slow_server):
     streams = occupy(slow_server, 6)  # 4 run, 2 wait
     assert slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "n": 7}).status_code == 503
@@ -193,6 +195,7 @@ def test_a_full_queue_counts_choices(slow_server):
     assert slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1, "n": 12}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_full_queue_counts_tokens(model_folder):
     with running_server(model_folder, fake="step_delay=0.01", max_num_seqs=2, max_num_queued_tokens=1000) as server:
         server.wait_ready()
@@ -215,6 +218,7 @@ def test_a_full_queue_counts_tokens(model_folder):
         assert server.state.client.num_waiting_tokens == 0
 
 
+@pytest.mark.slow
 def test_queues_are_bounded_by_default_and_0_takes_the_bound_away(model_folder):
     from quire.configs.config import ServerConfig
 
@@ -227,6 +231,7 @@ def test_queues_are_bounded_by_default_and_0_takes_the_bound_away(model_folder):
         )
 
 
+@pytest.mark.slow
 def test_the_limit_of_bodies_grows_with_the_context_and_can_be_set(model_folder):
     with running_server(model_folder, max_body_size=5000) as server:
         server.wait_ready()
@@ -249,6 +254,7 @@ def test_the_limit_of_bodies_grows_with_the_context_and_can_be_set(model_folder)
 # ---- tenants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [False, True])
 def test_tenants_do_not_see_each_others_prefixes(model_folder, share):
     message = [{"role": "user", "content": "a prompt that fills a few blocks of the cache " * 4}]
@@ -268,6 +274,7 @@ def test_tenants_do_not_see_each_others_prefixes(model_folder, share):
         assert (cached("two", cache_salt="s") > 0) == share
 
 
+@pytest.mark.slow
 def test_hosts_that_were_named_are_answered(model_folder):
     with running_server(model_folder, allowed_hosts=["api.example"]) as server:
         server.wait_ready()

@@ -15,6 +15,7 @@ from tests.server.api.test_chat import HELLO
 from tests.server.test_app import occupy
 
 
+@pytest.mark.slow
 def test_deadlines(slow_server):
     def ask(body: dict | None = None, **headers: str) -> dict:
         answer = slow_server.http.post(
@@ -42,6 +43,7 @@ def test_deadlines(slow_server):
         )
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses(slow_server):
     streams = occupy(slow_server, 12)  # 4 run, 8 wait
     answer = slow_server.http.post(CHAT, json={"messages": HELLO, "max_tokens": 1})

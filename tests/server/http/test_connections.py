@@ -186,6 +186,7 @@ def test_after_a_413_the_connection_is_closed(own_server, declared):
     assert own_server.http.get("/live").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_on_sending_is_cut_off(own_server):
     with limits(own_server, linger_timeout=0.5):
         with connect(port_of(own_server)) as connection:
@@ -201,6 +202,7 @@ def test_a_client_that_goes_on_sending_is_cut_off(own_server):
 # ---- deadlines
 
 
+@pytest.mark.slow
 def test_slow_headers(own_server):
     with limits(own_server, **QUICK):
         silent, partial, later = (connect(port_of(own_server)) for _ in range(3))
@@ -221,6 +223,7 @@ def test_slow_headers(own_server):
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_body_that_makes_no_progress(own_server):
     with limits(own_server, **QUICK), connect(port_of(own_server)) as connection:
         connection.sendall(post(b"", Content_Length="100000") + b"{" * 5000)
@@ -248,6 +251,7 @@ def test_a_long_answer_has_no_deadline(own_server):
     assert answer.status_code == 200 and answer.elapsed.total_seconds() > 1
 
 
+@pytest.mark.slow
 def test_a_request_timeout_counts_from_the_arrival(own_server):
     body = json.dumps({"messages": HELLO, "max_tokens": 400, "ignore_eos": True}).encode()
     with connect(port_of(own_server)) as connection:
@@ -288,6 +292,7 @@ def test_a_body_leaves_the_budget_when_it_was_parsed(own_server):
 # ---- descriptors
 
 
+@pytest.mark.slow
 def test_the_soft_limit_is_raised(model_folder, tmp_path):
     lower = "from resource import *\nsetrlimit(RLIMIT_NOFILE, (300, getrlimit(RLIMIT_NOFILE)[1]))\n"
     with server_process(model_folder, tmp_path, script=lower + SCRIPT) as server:
@@ -351,6 +356,7 @@ def test_all_connections_answering(own_server):
         assert httpx.post(own_server.url + CHAT, json=body | {"max_tokens": 1}, trust_env=False).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc_trim")
 def test_the_memory_of_large_bodies_is_given_back(model_folder, tmp_path):
     with server_process(model_folder, tmp_path) as server:

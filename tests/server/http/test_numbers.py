@@ -54,6 +54,7 @@ def server(model_folder, tmp_path_factory):
     running.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", WRONG)
 def test_everywhere(server, text):
     client = server.http

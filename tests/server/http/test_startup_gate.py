@@ -45,6 +45,7 @@ def answer(path: str, opens: bool = True) -> list[int]:
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/m", *sorted(PAGES)])
 def test_pages_and_models_are_held(path):
     """A browser shows an error until somebody reloads it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,6 +48,7 @@ def serial_of(port: int) -> int:
     return int(text.decode().strip().partition("=")[2], 16)
 
 
+@pytest.mark.slow
 def test_https_and_a_renewed_certificate(model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tls, "RELOAD_SECONDS", 0.1)
     cert, key = certificate(tmp_path, "server", 1)
@@ -76,28 +77,32 @@ def test_https_and_a_renewed_certificate(model_folder, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.slow
-def test_commands_accept_any_certificate_if_they_are_told_to(model_folder, tmp_path):
+def test_commands_accept_any_certificate_if_they_are_told_to(model_folder, tmp_path, monkeypatch, capsys):
     cert, key = certificate(tmp_path, "server", 1)
-    with running_server(model_folder, ssl_certfile=cert, ssl_keyfile=key) as server:
+    with running_server(model_folder, ssl_certfile=cert, ssl_keyfile=key) as server, open(os.devnull) as empty:
         server.wait_ready()
+        monkeypatch.setattr("sys.stdin", empty)
         url = f"https://127.0.0.1:{server.listener.getsockname()[1]}"
         short = ["-q", "Hi", "--max-tokens", "2"]
         load = ["--num-prompts", "2", "--random-input-len", "4", "--random-output-len", "2", "--disable-tqdm"]
         commands = [["chat", *short], ["complete", *short], ["run", "--url", url, *short], ["bench", "serve", *load]]
         for command in commands:
             command += [] if "--url" in command else ["--url", url]
-            refused = run([*command])
-            assert refused.returncode == 1 and "--insecure accepts the certificate" in refused.stderr, refused
-            accepted = run([*command, "--insecure"])
-            assert accepted.returncode == 0 and accepted.stdout.strip("\n"), accepted
-            plain = run([word.replace("https://", "http://") for word in command])
-            assert plain.returncode == 1 and "name it as https://127.0.0.1" in plain.stderr, plain
-            assert "Traceback" not in refused.stderr + plain.stderr
+            code, _, errors = run(command, capsys)
+            assert code == 1 and "--insecure accepts the certificate" in errors, errors
+            code, text, errors = run([*command, "--insecure"], capsys)
+            assert code == 0 and text.strip("\n"), errors
+            code, _, errors = run([word.replace("https://", "http://") for word in command], capsys)
+            assert code == 1 and "name it as https://127.0.0.1" in errors, errors
 
 
-def run(arguments: list[str]) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "quire", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Return exit code, output and errors of `quire ARGUMENTS`."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as error:
+        code = error.code
+    return code, *capsys.readouterr()
 
 
 def unchecked() -> ssl.SSLContext:
@@ -139,6 +144,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_connections_are_closed(secure, caplog, monkeypatch, name):
     """TLS has no half-closed connections."""
@@ -152,6 +158,7 @@ def test_refused_connections_are_closed(secure, caplog, monkeypatch, name):
     assert "Traceback" not in caplog.text and not [one for one in caplog.records if one.exc_info]
 
 
+@pytest.mark.slow
 def test_handshakes_have_a_deadline_and_are_counted(secure, monkeypatch):
     server, port, client = secure
     connections = server.launcher.frontend.connections
@@ -221,6 +228,7 @@ def test_more_connections_than_descriptors(model_folder, tmp_path, kind):
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_certificates_of_clients(model_folder, tmp_path):
     cert, key = certificate(tmp_path, "server", 1)
     own, own_key = certificate(tmp_path, "client", 2)
@@ -238,6 +246,7 @@ def test_certificates_of_clients(model_folder, tmp_path):
         assert httpx.get(url, verify=context, trust_env=False).status_code == 200
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_used(tmp_path):
     cert, key = certificate(tmp_path, "server", 1)
     _, other = certificate(tmp_path, "other", 2)

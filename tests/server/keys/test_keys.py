@@ -300,6 +300,7 @@ def test_a_wrong_file_ends_the_start(tmp_path, model_folder):
     assert ended.returncode == 1 and "missing required field `key`" in ended.stderr
 
 
+@pytest.mark.slow
 def test_ten_thousand_keys(tmp_path, monkeypatch):
     """A request costs as much as with one; a large file that changes is read in a thread, and takes effect then."""
     monkeypatch.setattr(ring, "_LOOK_SECONDS", 0.0)
@@ -314,7 +315,7 @@ def test_ten_thousand_keys(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(ring, "_LOOK_SECONDS", 0.0)
     found = keys.find(b"key-9999-abcdefgh")
-    assert found.key.name == "user-9999" and keys.of_owner(found.owner) is found.key
+    assert found.key.name == "user-9999" and keys.key_of_owner(found.owner) is found.key
     assert keys.find(b"plain").key.name == "key-1"
     read_in: list[str] = []
     read = ring.read_keys

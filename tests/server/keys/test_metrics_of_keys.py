@@ -68,6 +68,7 @@ def test_a_key_of_several_reads_its_own_series_only(model_folder, key_file, more
         assert server.http.get("/metrics").status_code == 401
 
 
+@pytest.mark.slow
 def test_the_only_key_of_clients_reads_all_but_the_administrators(model_folder):
     with running_server(model_folder, api_key=["k-one"], admin_api_key=["k-admin"]) as server:
         ask_all(server, "k-one", "k-admin")
@@ -75,6 +76,7 @@ def test_the_only_key_of_clients_reads_all_but_the_administrators(model_folder):
         assert names(page(server, "k-one")) == {"key-1"} and "quire:num_requests_running" in page(server, "k-one")
 
 
+@pytest.mark.slow
 def test_clients_without_a_key_next_to_an_administrators(model_folder):
     with running_server(model_folder, admin_api_key=["k-admin"]) as server:
         ask_all(server, "k-admin")

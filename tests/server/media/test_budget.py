@@ -16,24 +16,26 @@ from quire.configs.config import Config
 from quire.server.errors import ApiError, BadRequest, ContextLengthExceeded
 from quire.server.media import decode as decoding
 from quire.server.media import service
-from quire.server.media.inputs import ImageInput
+from quire.server.media.inputs import MediaInput
+from quire.server.media.kinds import NUM_THREADS, ImageKind
 from quire.server.media.qwen_vl import QwenVLProcessor
 
 VISION = {"vision_config": {"patch_size": 14, "spatial_merge_size": 2}}
 HUGE = {"min_pixels": 60_000_000, "max_pixels": 66_000_000}
 
 
-def png(width: int, height: int, mode: str = "RGB", seed: int = 0) -> ImageInput:
+def png(width: int, height: int, mode: str = "RGB", seed: int = 0) -> MediaInput:
     out = io.BytesIO()
     image = Image.new(mode, (width, height), seed if mode == "L" else None)
     image.putpixel((0, 0), seed if mode == "L" else (seed % 256, seed // 256, 0))
     image.save(out, "PNG", compress_level=1)
-    return ImageInput(param="messages.0", base64=base64.b64encode(out.getvalue()).decode())
+    return MediaInput(param="messages.0", base64=base64.b64encode(out.getvalue()).decode())
 
 
 def images_of(**settings) -> service.Images:
     images = service.Images(Config.from_flat(model="m", **settings))
-    images.why_not, images._processor, images.image_token_id = None, QwenVLProcessor(VISION, {}), 1
+    images.why_not = None
+    images.kinds["image"] = ImageKind(QwenVLProcessor(VISION, {}), 1, images._config, images._default_options)
     return images
 
 
@@ -63,14 +65,14 @@ def test_options_may_only_make_images_smaller(images, decoded, options):
     assert error.value.param == "mm_processor_kwargs" and not decoded
     small = png(900, 900)
     asyncio.run(load(images, [small], {"max_pixels": 28 * 28 * 9}))
-    assert small.lease.image.num_tokens <= 9
+    assert small.lease.medium.num_tokens <= 9
 
 
 def test_settings_of_the_server_may_enlarge_them(decoded):
     images = images_of(mm_processor_kwargs='{"min_pixels": 2000000, "max_pixels": 3000000}')
     large = png(50, 50)
     asyncio.run(load(images, [large], {"min_pixels": 2_500_000}, max_tokens=5000))
-    assert large.lease.image.num_tokens > 2500
+    assert large.lease.medium.num_tokens > 2500
     images.close()
 
 
@@ -87,13 +89,13 @@ def test_an_image_on_its_side_is_not_refused_too_early(images):
     exif[274] = 6
     out = io.BytesIO()
     Image.new("RGB", (1000, 300)).save(out, "JPEG", exif=exif)
-    one = ImageInput(param="m", base64=base64.b64encode(out.getvalue()).decode())
+    one = MediaInput(param="m", base64=base64.b64encode(out.getvalue()).decode())
     asyncio.run(load(images, [one]))
-    assert one.lease.image.grid[1] > one.lease.image.grid[2]
+    assert one.lease.medium.parts[0].grid[1] > one.lease.medium.parts[0].grid[2]
 
 
 def test_the_first_mistake_ends_the_prompts_other_work(images, decoded, monkeypatch):
-    broken = ImageInput(param="messages.0", base64="AAAA")
+    broken = MediaInput(param="messages.0", base64="AAAA")
     with pytest.raises(BadRequest):
         asyncio.run(load(images, [broken, *(png(50, 50, seed=i) for i in range(20))]))
     assert not decoded
@@ -105,7 +107,8 @@ def test_no_work_for_clients_that_left(images, decoded, monkeypatch):
 
     async def main() -> None:
         tasks = [asyncio.create_task(load(images, [png(60, 60, seed=i)])) for i in range(20)]
-        while images._turns._free or len(images._turns._tenants["a"].waiting) < 20 - service.NUM_THREADS:
+        turns = images.kinds["image"].turns
+        while turns._free or len(turns._tenants["a"].waiting) < 20 - NUM_THREADS:
             await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
@@ -117,11 +120,11 @@ def test_no_work_for_clients_that_left(images, decoded, monkeypatch):
         assert other.lease is not None and images._num_waiting == 0
 
     asyncio.run(main())
-    assert len(decoded) <= service.NUM_THREADS + 1
+    assert len(decoded) <= NUM_THREADS + 1
 
 
 def test_memory_of_all_decoders_is_bounded(images, monkeypatch):
-    monkeypatch.setattr(images._turns, "_max_bytes", 40_000_000)
+    monkeypatch.setattr(images.kinds["image"].turns, "_max_bytes", 40_000_000)
     lock, now, most, process = threading.Lock(), [0], [0], images._process
 
     def measured(group):
@@ -144,6 +147,7 @@ def test_memory_of_all_decoders_is_bounded(images, monkeypatch):
     assert 12_000_000 < most[0] <= 40_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "I;16", "I", "F", "CMYK", "1"])
 def test_the_estimate_covers_what_decoding_takes(mode):
     """As far as Python sees it: numpy's and bytes, not Pillow's own."""

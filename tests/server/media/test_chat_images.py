@@ -195,6 +195,12 @@ def test_prompts_are_counted_with_their_images(seeing):
     assert tokenized["count"] == used and tokenized["tokens"].count(IMAGE_ID) == NUM_TOKENS
     rendered = seeing.http.post(f"{CHAT}/render", json=body).json()
     assert rendered["count"] == used and rendered["prompt"].count("<image>") == 1
+    (place,) = rendered["features"]["mm_placeholders"]["image"]
+    start, end = place["offset"], place["offset"] + place["length"]
+    assert rendered["token_ids"][start:end] == [IMAGE_ID] * NUM_TOKENS
+    (key,) = rendered["features"]["mm_hashes"]["image"]
+    seeing.http.post(CHAT, json=body)
+    assert key == seeing.http.post(f"{CHAT}/render", json=body).json()["features"]["mm_hashes"]["image"][0]
 
 
 def test_choices_share_the_image(seeing, sent):
@@ -246,7 +252,7 @@ def test_bodies_count_until_their_images_are_loaded(seeing, monkeypatch):
     """Many that wait for images are refused as many that are being received are."""
     images, connections, go = seeing.state.images, seeing.launcher.frontend.connections, threading.Event()
     look = images._look
-    monkeypatch.setattr(images, "_look", lambda *arguments: (go.wait(10), look(*arguments))[1])
+    monkeypatch.setattr(images, "_look", lambda *given, **named: (go.wait(10), look(*given, **named))[1])
     body = asks(image_part("plum"), text_part("word " * 20))
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(seeing.http.post, CHAT, json=body)

@@ -175,6 +175,7 @@ def test_truncated_files(name):
     assert damaged(data) is not None
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(sorted(FILES)), places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=9)

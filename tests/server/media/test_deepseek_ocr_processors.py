@@ -79,6 +79,7 @@ def test_equals_the_published_code(width, height, base, tile, cuts, most):
     check(OCR([image], options)[0], *published(image, base, tile, cuts, most))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processor, options, expected",
     [

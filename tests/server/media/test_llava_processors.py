@@ -18,7 +18,7 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from quire.server.media.idefics3 import Idefics3Processor
-from quire.server.media.inputs import PreparedImage
+from quire.server.media.inputs import PreparedMedium, PreparedPart
 from quire.server.media.internvl import InternVLProcessor
 from quire.server.media.llava import LlavaProcessor, llava_processor
 from quire.server.media.llava_onevision import LlavaOnevisionProcessor
@@ -196,10 +196,13 @@ def test_expanded_ids(kind):
     tokenizer = _byte_level()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in sorted(special)])
     token_id = tokenizer.token_to_id(processor.image_token)
-    prepared = [PreparedImage(str(i), "", 0, one.text, one.counts, None) for i, one in enumerate(images)]
-    inputs = [SimpleNamespace(lease=SimpleNamespace(image=one)) for one in prepared]
-    model = SimpleNamespace(image_token=processor.image_token, image_token_id=token_id)
-    joined = Illustrated.join(["A b: ", " and ", "?"], inputs, SimpleNamespace(images=model), "messages")
+    prepared = [
+        PreparedMedium(str(i), 0, one.text, [PreparedPart(str(i), "", one.counts)]) for i, one in enumerate(images)
+    ]
+    inputs = [SimpleNamespace(kind="image", lease=SimpleNamespace(medium=one)) for one in prepared]
+    model = SimpleNamespace(kinds={"image": SimpleNamespace(token=processor.image_token, token_id=token_id)})
+    state = SimpleNamespace(images=model)
+    joined = Illustrated.join(["A b: ", " and ", "?"], ["image"] * 2, inputs, state, "messages")
     ids, items = joined.expand(tokenizer.encode(joined.text).ids, "messages")
     texts = [expanded(image, processor.image_token) for image in images]
     assert ids == tokenizer.encode(f"A b: {texts[0]} and {texts[1]}?").ids

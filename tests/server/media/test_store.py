@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from quire.server.errors import Unavailable
 from quire.server.media.processor import ProcessedImage
-from quire.server.media.store import PREFIX, ImageStore
+from quire.server.media.store import PREFIX, MediaStore
 from quire.server.private_folder import remove_abandoned
 
 SIZE = 1000  # bytes of pixels; a file has a header, too
@@ -27,8 +27,8 @@ def processed(seed: int = 0, size: int = SIZE) -> ProcessedImage:
 
 
 @pytest.fixture
-def store(tmp_path) -> ImageStore:
-    store = ImageStore(4 * (SIZE + 200), tmp_path)
+def store(tmp_path) -> MediaStore:
+    store = MediaStore(4 * (SIZE + 200), tmp_path)
     yield store
     store.close()
 
@@ -63,7 +63,7 @@ def test_held_images_stay(store, tmp_path):
 
 
 def test_nothing_is_kept_beyond_requests(tmp_path):
-    store = ImageStore(4 * SIZE, tmp_path, keeps=False)
+    store = MediaStore(4 * SIZE, tmp_path, keeps=False)
     leases = [store.add("a", processed()), store.lease("a"), store.add("b", processed())]
     leases[0].release()
     assert files(tmp_path) == ["a", "b"]
@@ -76,14 +76,14 @@ def test_nothing_is_kept_beyond_requests(tmp_path):
 
 
 def test_an_image_larger_than_all_room(store, tmp_path):
-    with pytest.raises(Unavailable):
+    with pytest.raises(ValueError, match="--mm-processor-cache-gb"):
         store.add("a", processed(size=10 * SIZE))
     assert files(tmp_path) == [] and store.num_bytes == 0
 
 
 def test_two_threads_that_add_the_same_image(store, tmp_path):
     leases = [store.add("a", processed()) for _ in range(2)]
-    assert leases[0].image is leases[1].image and files(tmp_path) == ["a"]
+    assert leases[0].medium is leases[1].medium and files(tmp_path) == ["a"]
     leases[0].release()
     for name in "bcde":
         store.add(name, processed()).release()
@@ -103,7 +103,7 @@ def test_threads(store, tmp_path):
                     lease = store.lease(name) or store.add(name, processed(ord(name), rng.choice([100, SIZE])))
                 except Unavailable:
                     continue
-                assert (load_file(lease.image.path)["pixel_values"] == ord(name)).all()
+                assert (load_file(lease.medium.parts[0].path)["pixel_values"] == ord(name)).all()
                 lease.release()
         except BaseException as error:
             failures.append(error)
@@ -118,7 +118,7 @@ def test_threads(store, tmp_path):
 
 
 def test_the_folder_is_for_this_user_and_goes_with_the_store(store, tmp_path):
-    path = Path(store.add("a", processed()).image.path)
+    path = Path(store.add("a", processed()).medium.parts[0].path)
     assert path.parent.stat().st_mode & 0o777 == 0o700
     store.close()
     store.close()
@@ -134,8 +134,8 @@ def test_folders_of_processes_that_were_killed_are_removed(store, tmp_path):
         "import os, sys, numpy\n"
         "from pathlib import Path\n"
         "from quire.server.media.processor import ProcessedImage\n"
-        "from quire.server.media.store import ImageStore\n"
-        f"store = ImageStore(10**6, Path({str(tmp_path)!r}))\n"
+        "from quire.server.media.store import MediaStore\n"
+        f"store = MediaStore(10**6, Path({str(tmp_path)!r}))\n"
         "store.add('dead', ProcessedImage({'x': numpy.zeros(3)}, '', []))\n"
         "os._exit(1)\n"
     )

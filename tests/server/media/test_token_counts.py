@@ -52,6 +52,7 @@ FAMILIES = {
 CASES = [(name, i) for name, (_, options) in FAMILIES.items() for i in range(len(options))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "i"), CASES)
 @given(sizes=st.lists(st.tuples(st.integers(8, 300), st.integers(8, 300)), min_size=1, max_size=2))
 @settings(max_examples=4, deadline=None, phases=[Phase.generate])

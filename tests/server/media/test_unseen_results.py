@@ -64,6 +64,7 @@ def pair(tmp_path_factory):
         yield server, script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path, result, attached", DIALECTS, ids=[path for path, *_ in DIALECTS])
 def test_text_stands_for_an_image_of_a_tool(pair, path, result, attached):
     server, script = pair

@@ -99,6 +99,7 @@ def test_names_types_and_labels(metrics):
     }
 
 
+@pytest.mark.slow
 def test_tiers_have_vllms_names_and_one_series_per_tier(metrics):
     assert not any("kv_offload" in name or "kv_tier" in name for name in families(metrics))
     metrics.tiers.limits = {"ram": 1000, "disk": 5000}
@@ -168,6 +169,7 @@ def test_histogram_counts_as_prometheus_does():
     assert histogram.total == sum(reference_values) + 4
 
 
+@pytest.mark.slow
 def test_engine_statistics(metrics):
     metrics.observe_stats(EngineStats(3, 2, 0.25, 100, 60, 1, 40, 7, [10, 37]))
     metrics.observe_stats(EngineStats(1, 0, 0.5, 10, 0, 0, 10, 3, [5]))
@@ -191,6 +193,7 @@ def test_engine_statistics(metrics):
     assert sample(metrics, "vllm:iteration_tokens_total_bucket", le="16.0") == 2
 
 
+@pytest.mark.slow
 def test_a_finished_request(metrics, monkeypatch):
     monkeypatch.setattr("quire.server.metrics.metrics.time.time", lambda: 10.0)
     metrics.observe_prompt(7, 4)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from quire.configs.config import Config
+from quire.configs.options import all_options
 from quire.configs.several import FOREVER, read_duration
 from quire.server.models.catalog import read_catalog
 
@@ -110,9 +114,78 @@ def test_a_folder_of_models(tmp_path):
     }
 
 
+def test_what_cannot_be_served_of_a_folder_is_left_out(tmp_path, caplog):
+    (tmp_path / "one.gguf").write_bytes(b"GGUF")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.gguf")).write_bytes(b"GGUF")
+    (tmp_path / "broken.gguf").symlink_to("nowhere.gguf")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "loop").symlink_to("loop")
+    assert [entry.name for entry in entries(models_dir=str(tmp_path))] == ["one"]
+    assert "'\\udcff.gguf' is left out: its name is not UTF-8" in caplog.text
+    assert "'broken.gguf' is left out: no file" in caplog.text and "'pipe.gguf' is left out: no file" in caplog.text
+
+
+def test_a_folder_that_cannot_be_read_is_left_out(tmp_path, caplog, monkeypatch):
+    (tmp_path / "one.gguf").write_bytes(b"GGUF")
+    (tmp_path / "secret").mkdir()
+    listed = Path.iterdir
+
+    def iterdir(path):
+        if path.name == "secret":  # root may read every folder
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert [entry.name for entry in entries(models_dir=str(tmp_path))] == ["one"]
+    assert "secret is left out: Permission denied" in caplog.text
+
+
+def test_a_model_whose_name_is_not_utf8_is_refused():
+    with pytest.raises(ValueError, match=r"model: 'a\\udcff' is not UTF-8"):
+        all_options()["model"].parse("a\udcff", "model")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("enable-prefix-caching = off", False),
+        ("enable-prefix-caching = 1", True),
+        ("no-enable-prefix-caching = true", False),
+        ("no-enable-prefix-caching = false", True),
+    ],
+)
+def test_a_preset_turns_a_flag_on_or_off(tmp_path, keys, expected):
+    (one,) = entries(models_file=written(tmp_path, f"[a]\nmmap = off\nno-repack = 1\nverbose = 0\n{keys}\n"))
+    assert one.config.cache.enable_prefix_caching is expected
+
+
+def test_a_preset_has_aliases(tmp_path):
+    (one,) = entries(models_file=written(tmp_path, "[ a ]\nmodel = /m.gguf\nalias = b, c\n"))
+    assert (one.name, one.source, one.aliases) == ("a", "/m.gguf", ("b", "c"))
+
+
+def test_yaml_merges(tmp_path):
+    text = "x: &base {cmd: llama-server -m /m.gguf, ttl: 60}\nmodels:\n  a:\n    <<: *base\n    ttl: -1\n  b: *base\n"
+    first, second = entries(models_file=written(tmp_path, text), keep_alive="5s")
+    assert (first.source, first.keep_alive, second.source, second.keep_alive) == ("/m.gguf", 5, "/m.gguf", 60)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("macros: [1]\nmodels: {a: {cmd: llama-server -m x}}\n", "line 1: expected `key: value` lines"),
+        ("models:\n  a: {cmd: llama-server -m x, macros: 1}\n", "line 2: expected `key: value` lines"),
+        ("models:\n  a: {cmd: llama-server -m}\n", "line 2: cmd names no model"),
+        ("models:\n  a: {cmd: llama-server -m 'x}\n", "line 2: No closing quotation"),
+        ("models:\n  a: {cmd: llama-server -m x --ctx-size}\n", "line 2: --ctx-size: expected one argument"),
+        ("models:\n- source: a\n  flags: \"'4\"\n", "line 3: No closing quotation"),
+        ("models:\n- source: !new a\n", "line 2: not valid YAML: could not determine a constructor"),
+        ("models:\n- source: a\n  ? [b]\n  : c\n", "line 3: a key must be a text"),
+        ("models:\n- ~\n", "line 2: expected `key: value` lines"),
+        ("models:\n- source: ''\n", "line 2: the model has no source"),
+        ("models:\n- source: a\n  aliases: ['']\n", "line 2: aliases must be a list of names"),
+        ("[a]\nmmproj = b.gguf\n", "line 1: --mmproj b.gguf: refused"),
+        ("[a]\nenable-prefix-caching = maybe\n", "line 1: enable_prefix_caching: expected"),
         ("models:\n  - source: a\n    sourc: b\n", "line 3: unknown key sourc; did you mean source"),
         ("models:\n  - name: a\n", "line 2: the model has no source"),
         ("models:\n  - source: a\n  - source: a\n", "line 3: the model name a is taken by"),
@@ -150,5 +223,15 @@ def test_durations():
     assert [read_duration(text) for text in ("5m", "1h30m", "0", "90", "-1", "-5m", "1.5s")] == [
         300, 5400, 0, 90, FOREVER, FOREVER, 1.5,
     ]  # fmt: skip
+    longest = "2562047h47m16.854775807s"  # of Go; what is longer has no date
+    assert [read_duration(one) for one in (longest, "2562048h", 1e300, "9" * 18, 1.5)] == [
+        pytest.approx(2**63 / 1e9), FOREVER, FOREVER, FOREVER, 1.5,
+    ]  # fmt: skip
     with pytest.raises(ValueError):
         read_duration("5 minutes")
+
+
+def test_all_engines_are_on_the_machine_of_the_server():
+    with pytest.raises(ValueError, match="a server of several models has all engines on its machine"):
+        entries(model="org/first", models=["org/second"], data_parallel_size=2, data_parallel_size_local=1)
+    assert len(entries(model="org/first", models=["org/second"], data_parallel_size=2)) == 2

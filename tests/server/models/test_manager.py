@@ -48,7 +48,14 @@ class Slept:
         self.need = need
         self._set(LOADING)
         self.num_loads += 1
-        await asyncio.sleep(0.001)
+        try:
+            await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self._set(UNLOADING)
+            await asyncio.sleep(0.001)  # the engine ends
+            self.need = None
+            self._set(UNLOADED)
+            raise
         if self.fails:
             self.fails -= 1
             self.need, self.error = None, "it is broken"
@@ -90,7 +97,7 @@ def models_of(monkeypatch, sizes: dict[str, int], budget: int, pinned: str = "",
 
     waits = asyncio.Event()
     found.spare = SimpleNamespace(prepare=lambda config: None, close=lambda: None)
-    found.planner = SimpleNamespace(get=plan, run=waits.wait, close=waits.set, known=lambda name: None)
+    found.planner = SimpleNamespace(get=plan, run=waits.wait, close=waits.set, finished=lambda name: None)
     return found
 
 
@@ -204,6 +211,7 @@ def test_unloading_waits_for_requests(monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), budget=st.integers(6, 14), most=st.integers(0, 3))
 def test_every_request_is_answered_within_the_budget(seed, budget, most):
@@ -254,3 +262,81 @@ async def _crowd(monkeypatch, seed: int, budget: int, most: int) -> None:
         model.stay()
     assert answered and not any(model.num_cut or model.num_leases or model.waiters for model in found.models.values())
     assert not found._giving_way and not found._queue
+
+
+def test_a_folder_that_is_missing_has_no_bytes_and_is_reported_by_its_loading(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    (tmp_path / "config.json").write_text("{}")
+    assert [manager._file_bytes(str(path)) for path in (tmp_path, tmp_path / "missing")] == [4, 0]
+
+
+def test_unloading_stops_a_load_that_no_request_waits_for(monkeypatch):
+    async def run():
+        found = models_of(monkeypatch, {"a": 4, "b": 4}, budget=4)
+        model = found.models["a"]
+        found.begin(model)
+        while model.status != LOADING:
+            await asyncio.sleep(0)
+        assert found.is_present(model)
+        await asyncio.wait_for(found.unload_idle(model), 1)
+        assert model.status == UNLOADED and not found.is_present(model)
+        await asyncio.wait_for(use(found, "a"), 1)  # loads as before
+
+    asyncio.run(run())
+
+
+def test_unloading_a_model_that_waits_for_room_takes_it_out_of_the_queue(monkeypatch):
+    async def run():
+        found = models_of(monkeypatch, {"a": 4, "b": 4}, budget=4)
+        long = asyncio.create_task(use(found, "a", 0.05))
+        await asyncio.sleep(0.01)
+        found.begin(found.models["b"])
+        await asyncio.sleep(0.01)
+        assert found.is_present(found.models["b"])
+        await asyncio.wait_for(found.unload_idle(found.models["b"]), 1)
+        assert not long.done() and found.models["b"].num_loads == 0
+        await long
+        await use(found, "a")  # does not make way for b any more
+        assert found.models["a"].num_loads == 1
+
+    asyncio.run(run())
+
+
+def test_unloading_waits_for_the_requests_that_wait_for_the_load(monkeypatch):
+    async def run():
+        found = models_of(monkeypatch, {"a": 4}, budget=4)
+        waiting = asyncio.create_task(use(found, "a", 0.02))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(found.unload_idle(found.models["a"]), 1)
+        assert waiting.done() and not waiting.exception()
+        assert found.models["a"].status == UNLOADED and found.models["a"].num_cut == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_during_the_end_of_a_cancelled_load_loads_again(monkeypatch):
+    async def run():
+        found = models_of(monkeypatch, {"a": 4}, budget=4)
+        model = found.models["a"]
+        found.begin(model)
+        while model.status != LOADING:
+            await asyncio.sleep(0)
+        unloading = asyncio.create_task(found.unload_idle(model))
+        await asyncio.sleep(0)  # the load is cancelled, and has not ended yet
+        await asyncio.wait_for(asyncio.gather(use(found, "a"), unloading), 1)
+        assert model.num_loads == 2
+
+    asyncio.run(run())
+
+
+def test_unloading_ends_when_the_load_fails(monkeypatch):
+    async def run():
+        found = models_of(monkeypatch, {"a": 4}, budget=4)
+        found.models["a"].fails = 1
+        waiting = asyncio.create_task(use(found, "a"))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(found.unload_idle(found.models["a"]), 1)
+        with pytest.raises(Unavailable):
+            await waiting
+
+    asyncio.run(run())

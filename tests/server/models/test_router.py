@@ -33,8 +33,27 @@ def test_what_is_no_request_is_refused(body):
         _read(body)
 
 
-def test_the_model_of_a_form():
-    form = b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
-    assert _of_form(form % (b"file", b"RIFF" * 10**5) + form % (b"model", b"whisper") + b"--x--") == "whisper"
-    assert _of_form(form % (b"model", b"whisper") + form % (b"file", b"RIFF" * 10**5) + b"--x--") == "whisper"
-    assert _of_form(form % (b"other", b"x")) is None
+PART = b'--x-\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+FILE = PART % (b"file", b"RIFF" * 10**5)
+MODELS = {
+    "requests": PART % (b"model", b"whisper"),
+    "okhttp": b'--x-\r\nContent-Disposition: form-data; name="model"\r\nContent-Length: 7\r\n\r\nwhisper\r\n',
+    "aiohttp": b"--x-\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    b'Content-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n',
+    "Java's": b"--x-\r\ncontent-disposition: form-data; charset=utf-8; name=model\r\n\r\nwhisper\r\n",
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("boundary", ["x-", '"x-"'])
+def test_the_model_of_a_form(model, boundary):
+    kind = f"multipart/form-data; boundary={boundary}"
+    assert _of_form(FILE + model + b"--x---", kind) == "whisper"
+    assert _of_form(model + FILE + b"--x---", kind) == "whisper"
+
+
+def test_a_form_without_a_model():
+    kind = "multipart/form-data; boundary=x-"
+    assert _of_form(PART % (b"other", b"x"), kind) is None
+    assert _of_form(PART % (b"file", MODELS["okhttp"].removeprefix(b"--x-")), kind) is None
+    assert _of_form(FILE, "multipart/form-data") is None

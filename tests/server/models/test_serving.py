@@ -17,9 +17,10 @@ import pytest
 from quire.checkpoints.library import aliases
 from quire.checkpoints.library.entries import Entry
 from quire.configs.config import Config
-from quire.server.models import manager
+from quire.server.models import manager, router
 from quire.server.models.launch import ModelsLauncher
 from quire.server.models.need import Planned
+from quire.server.startup.engine_group import TERMINATE_TIMEOUT
 from tests.helpers.library_stores import isolated_home
 from tests.helpers.server.running import poll, running_server, write_model_folder
 
@@ -36,7 +37,7 @@ class Plans:
     async def get(self, name):
         return self.plan
 
-    def known(self, name):
+    def finished(self, name):
         return self.plan
 
     async def run(self):
@@ -144,6 +145,7 @@ def test_what_names_no_model_loads_none(folders):
         assert shown["details"]["format"] and statuses(server) == dict.fromkeys(NAMES, "unloaded")
 
 
+@pytest.mark.slow
 def test_streams_equal_those_of_a_server_with_one_model(server, folders):
     def text(client, model):
         stream = client.chat.completions.create(model=model, stream=True, seed=1, **CHAT)
@@ -197,6 +199,20 @@ def test_loading_and_unloading_by_hand(server):
     assert again.status_code == 400 and again.json()["error"]["code"] == "model_not_loaded"
 
 
+@pytest.mark.slow
+def test_unloading_ends_a_load_at_once(folders):
+    with several(folders, fake="load_delay=30") as server:
+        server.wait_ready()
+        model = server.launcher.frontend.models.models["one"]
+        assert server.http.post("/models/load", json={"model": "one"}).json() == {"success": True}
+        poll(lambda: model.state.phase == "loading weights")
+        os.kill(model._engines.processes[0].pid, signal.SIGSTOP)  # as compiled code, it notices nothing
+        started = time.monotonic()
+        headers = {"x-requested-with": "test"}
+        assert server.http.post("/sleep?model=one", headers=headers).status_code == 200
+        assert model.status == "unloaded" and time.monotonic() - started < TERMINATE_TIMEOUT / 2
+
+
 def test_sleeping_and_waking(server):
     headers = {"x-requested-with": "test"}
     assert server.http.post("/wake_up?model=two", headers=headers).status_code == 200
@@ -222,6 +238,22 @@ def test_metrics_and_the_state_of_the_whole_server(server):
     assert {"/models/load", "/models/sse", "/sleep", "/v1/chat/completions"} <= paths.keys()
     info = server.http.get("/server_info")
     assert info.status_code == 200 and info.json()["models"] == NAMES
+
+
+@pytest.mark.slow
+def test_a_stream_that_waits_for_its_model_begins_with_comments(folders, monkeypatch):
+    monkeypatch.setattr(router, "_SLOW", 0.1)
+    monkeypatch.setattr(router, "_COMMENT_SECONDS", 0.1)
+    with several(folders, fake="load_delay=1.0") as server:
+        server.wait_ready()
+        body = {"model": "one", "stream": True, **CHAT}
+        lines = [line for line in server.http.post("/v1/chat/completions", json=body).text.splitlines() if line]
+    comments = [line for line in lines if line.startswith(": ")]
+    assert lines[: len(comments)] == comments and all("the model one is loading" in line for line in comments)
+    shares = [int(line.split()[-1].removesuffix("%")) for line in comments if "loading weights" in line]
+    assert shares == sorted(shares) and len(set(shares)) > 2
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[len(comments) : -1]]
+    assert events[-1]["choices"][0]["finish_reason"] == "length" and lines[-1] == "data: [DONE]"
 
 
 @pytest.mark.slow

@@ -342,6 +342,7 @@ def test_a_mistake_of_who_watches_over_the_engine_is_told(folder, monkeypatch):
             llm.generate([[7, 8]], use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_close_ends_the_engine(folder):
     llm = LLM(folder, distributed_executor_backend=BACKEND)
     engine = psutil.Process(llm._runtime.supervisor.engine.pid)
@@ -382,6 +383,7 @@ def test_a_script_without_a_main_guard(checkpoint, tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_removed_setting_is_accepted_and_warned_of(folder, caplog):
     with LLM(folder, distributed_executor_backend=BACKEND, max_model_len=MAX_LEN, cache_reuse=16) as llm:
         assert llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].outputs

@@ -90,6 +90,7 @@ def test_broken_calls(tools, thoughts, data):
     assert add_up(events_of(parser(tools, thoughts, opened), text)) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOL_NAMES)
 @settings(max_examples=8)
 @given(data=st.data())
@@ -105,6 +106,7 @@ def test_calls_without_an_end(name, data):
         check(parse(text + marker, name, "think"), {marker})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOL_NAMES)
 def test_a_call_without_one_of_its_characters(name):
     """No marker is in the arguments either, nor after them, whatever follows the call."""

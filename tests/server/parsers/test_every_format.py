@@ -88,6 +88,7 @@ def test_calls_are_handed_out_as_they_arrive(tools):
     assert json.loads(call.arguments)["city"].endswith("Genes ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", TOOL_NAMES)
 def test_a_sample_cut_anywhere_loses_nothing(tools):
     for sample in SAMPLES[tools]:

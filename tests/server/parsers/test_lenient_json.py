@@ -116,6 +116,7 @@ def test_every_format_is_here():
     assert sorted(candidate.name for candidate in TOOL_FORMATS) == NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_control_characters_in_strings(name):
     for characters in BREAKS:
@@ -147,6 +148,7 @@ def test_other_notations(text, value):
             check_arguments(name, text.rstrip() + "}]", value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
     "call",

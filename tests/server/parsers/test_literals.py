@@ -134,4 +134,4 @@ def test_code_spans(text, inside):
         spans = CodeSpans()
         for start in range(0, len(text), size):
             spans.push(text[start : start + size])
-        assert spans.inside("") is inside
+        assert spans.is_inside("") is inside

@@ -206,6 +206,7 @@ def written(text: str, sizes: list[int], **options) -> tuple[str, JsonWriter]:
     return "".join(pieces), writer
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(JSON.map(lambda value: {"a": value}), st.booleans(), st.sampled_from([None, 1]), st.lists(st.integers(0, 5)))
 def test_the_writer_does_not_change_json(value, ascii_only, indent, sizes):
@@ -214,6 +215,7 @@ def test_the_writer_does_not_change_json(value, ascii_only, indent, sizes):
     assert writer.done and out == text
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.text(st.sampled_from("{}[]:,\"'\\u0d8tTn1.e \n"), max_size=40), st.lists(st.integers(0, 5)), st.booleans())
 def test_the_writer_writes_json_or_nothing(text, sizes, cut):

@@ -59,6 +59,7 @@ def values(calls) -> list:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(data=st.data())
@@ -69,6 +70,7 @@ def test_calls_parse_back(name, data):
     assert answer.content == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_grammar_accepts_calls(name):
     weather = ("get_weather", {"city": "Paris", "days": 3, "unit": "celsius", "metric": True, "where": {"a": [1]}})
@@ -88,6 +90,7 @@ def json_for_python(name: str, text: str) -> str:
     return text.replace("'", '"').replace("True", "true") if pythonic else text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_grammar_rejects_wrong_calls(name):
     render = RENDERERS[name]
@@ -104,6 +107,7 @@ def test_the_grammar_rejects_wrong_calls(name):
         assert not accepts(single, render([("now", {}), ("now", {})]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_schema_that_cannot_be_enforced_frees_only_its_tool(name):
     schema = {"properties": {"city": {"type": "string", "not": {"pattern": "x"}}}}

@@ -112,6 +112,7 @@ def test_harmony(text, reasoning, content, calls):
     assert (answer.reasoning, answer.content, answer.calls) == (reasoning, content, calls)
 
 
+@pytest.mark.slow
 def test_harmony_within_thoughts_that_the_prompt_opened():
     answer = parse("Hm.<|end|><|start|>assistant<|channel|>final<|message|>Four.", None, "gpt_oss", opened=True)
     assert (answer.reasoning, answer.content) == ("Hm.", "Four.")

@@ -94,6 +94,7 @@ def reaches(options: GenerationOptions, spec: GenerationSpec, name: str) -> obje
     return getattr(options, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_parameter_reaches_the_engine(name, dialect):

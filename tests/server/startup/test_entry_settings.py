@@ -53,6 +53,7 @@ REPLACED = [("system", "Be brief."), *OWN[1:]]
 MESSAGES = [{"role": "user", "content": "Who?"}]
 
 
+@pytest.mark.slow
 def test_the_system_prompt_and_first_messages_in_every_dialect(pair):
     server, script = pair
     script.says("Arr")
@@ -133,6 +134,7 @@ def test_numbers_as_text_and_stops_as_one_text(caplog, tmp_path, monkeypatch):
     assert caplog.messages == ["mine: PARAMETER num_gpu: no effect here"]
 
 
+@pytest.mark.slow
 def test_settings_that_a_name_brings(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"

@@ -158,6 +158,7 @@ def test_weights_that_share_a_number_are_counted_one_by_one(tmp_path):
     assert (found.num_parameters, found.quantization) == (8 * 16 * 8 + 10, "AWQ")
 
 
+@pytest.mark.slow
 def test_version_root_and_head(server, folder_server):
     """As Visual Studio Code and Ollama's own command look for a server."""
     version = server.http.get("/api/version").json()["version"]

@@ -22,6 +22,7 @@ def check(grammar: str, yes: list[str], no: list[str]) -> None:
     assert [text for text in no if accepts(structure, text)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grammar", "yes", "no"),
     [
@@ -252,6 +253,7 @@ def texts() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(EXPRESSIONS, EXPRESSIONS, EXPRESSIONS, EXPRESSIONS, st.randoms(use_true_random=False))
 def test_any_grammar_matches_what_it_says(root, x, y, z, random):

@@ -91,6 +91,7 @@ INVALID = [
 INSIDES = ("%json", "x-guidance", "llguidance", "format.", "<state>", "json_schema", "cannot be compiled", "at 3(")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if isinstance(name, str) else name.name for name in TOOL_FORMATS])
 def test_a_strict_tool_with_an_invalid_schema(name):
     for schema, message in INVALID:

@@ -53,6 +53,7 @@ FLOAT32, DOUBLE = (
 ID, SIGNED = {"type": "integer", **UINT64}, {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "yes", "no"),
     [

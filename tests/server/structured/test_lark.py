@@ -15,6 +15,7 @@ def check(structure: Structure, yes: list[str], no: list[str]) -> None:
     assert [text for text in no if accepts(structure, text)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "value", "yes", "no"),
     [

@@ -83,6 +83,7 @@ def test_integers_beyond_64_bits(closed, route):
         assert post(server, route, described(field)).status_code == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_client_waits_for_a_process_as_long_as_it_said(closed, route):
     server, _ = closed
@@ -104,6 +105,7 @@ def test_objects_are_closed_by_default(closed, route):
     assert '"additionalProperties": false' in script.requests[-1].sampling.grammar
 
 
+@pytest.mark.slow
 def test_a_request_and_a_server_open_objects(closed, folder):
     server, script = closed
     schema = {"type": "object", "properties": {"a": {}}}

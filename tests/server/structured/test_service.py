@@ -90,6 +90,7 @@ def test_size_is_bounded():
     use(act)
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_replaced():
     """Also with a structure that does not fit into the pipe to it."""
 

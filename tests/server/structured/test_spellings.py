@@ -157,6 +157,7 @@ def test_the_promise_holds_for_every_spelling(schema, instances, seed, open):
     check(schema, instances, seed, open)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.lists(INSTANCES, min_size=8, max_size=8), st.integers(0, 2**32))
 def test_the_promise_of_rewritten_keywords_holds_for_every_spelling(schema, instances, seed):
@@ -196,6 +197,7 @@ C = {"properties": {"a": {"type": "string"}}}
 REF = {"$defs": {"a": {"type": "object", **A}}, "$ref": "#/$defs/a"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "yes", "no"),
     [

@@ -66,6 +66,7 @@ def test_a_json_string_matches_where_its_value_does(grammar):
         assert accepts(arguments(grammar), written) == (text in yes), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar", TEXTS)
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**30))
@@ -80,6 +81,7 @@ def test_the_value_of_any_answer_matches_the_grammar(grammar, seed):
 PATTERNS = [r"a|[^b]c", r'[^\n"]*', r"\S\W?\d+", r".+", r"(?s:.)x", r"(?i)é[a-c]\\", r"[\x00-#]{2,3}", r"[^\\]\\[\]\-]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS)
 @settings(max_examples=40)
 @given(text=st.text(st.sampled_from('abcCÉé"\\\n\t\0\x1f\x7f #1-]x/🙂'), max_size=4))

@@ -29,6 +29,7 @@ def structure(name: str, value: dict) -> Structure:
     return Structure(kind="structural_tag", value=tag)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "yes", "no"),
     [
@@ -71,6 +72,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", VALUES)
 def test_arguments_of_any_answer_are_valid(name, value):
@@ -107,6 +109,7 @@ def test_what_is_required_without_a_schema_must_be_there():
         assert not accepts(held, call.format(""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("schema", OBJECTS)
 def test_parameters_of_any_answer_are_valid(name, schema):

@@ -335,6 +335,7 @@ class TestErrors:
             template.render([{"role": "user", "content": "x"}])
         assert time.thread_time() - started < 3
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "expression",
         [
@@ -470,6 +471,7 @@ class TestForms:
     def test_content_that_is_missing(self, body):
         assert '{"city"' in self.render(body + "{{ c.function.arguments | tojson }}", {"city": "Zürich"})
 
+    @pytest.mark.slow
     def test_support(self):
         expected = {"LLAMA3", "MISTRAL", "QWEN25", "HERMES", "QWEN3_TOOLS", *FAMILY_TEMPLATES}
         assert {name for name, source in TEMPLATES.items() if compile_template(source).tool_support.tools} == expected

@@ -62,6 +62,7 @@ def test_the_kinds_have_the_streams_meant_for_them(tokenizers):
     assert {kinds[name] for name in EXACT if name not in ("byte_level", "llama3")} == {PieceDecoding}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXACT)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
@@ -119,6 +120,7 @@ class Characters:
         return ""
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet="  ''.?!,ntmsvreo", max_size=16), data=st.data())
 def test_clean_up_in_parts(text, data):
@@ -195,6 +197,7 @@ def windows(tokenizers):
 CHARACTERS = st.text(st.sampled_from("ab .é你界🦙🦊👩\u200d\u0301\ufffd\U0010ffff"), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte_level", "llama3", "llama2", "llama2_class_no_prefix", "gemma", "windows"])
 @settings(max_examples=40, deadline=None)
 @given(text=CHARACTERS, prompt=CHARACTERS, data=st.data())

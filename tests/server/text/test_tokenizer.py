@@ -64,6 +64,7 @@ def pair(request, folders):
 
 
 class TestAgainstTransformers:
+    @pytest.mark.slow
     @settings(max_examples=60, deadline=None)
     @given(text=texts)
     def test_encode(self, pair, text):
@@ -73,6 +74,7 @@ class TestAgainstTransformers:
                 text, add_special_tokens=add_special_tokens
             )
 
+    @pytest.mark.slow
     @settings(max_examples=60, deadline=None)
     @given(text=texts, data=st.data())
     def test_decode(self, pair, text, data):

@@ -30,6 +30,7 @@ def test_a_tenants_hundred_pieces_delay_anothers_by_one():
     assert max(i for i, name in enumerate(order) if name == "few") < 12
 
 
+@pytest.mark.slow
 def test_shares_are_of_time_not_of_pieces():
     def busy(seconds: float) -> None:
         end = time.thread_time() + seconds

@@ -68,6 +68,7 @@ def server(model_folder):
         yield server.wait_ready()
 
 
+@pytest.mark.slow
 def test_the_root_says_where_to_go(server):
     answer = server.http.get("/", headers={"accept": "application/json"})
     assert answer.status_code == 200 and answer.json() == {"message": "quire is running"} | LINKS
@@ -157,6 +158,7 @@ def test_a_root_path_without_its_slash_leads_to_the_page(model_folder):
         assert server.http.get("/llm/", headers=BROWSER).status_code == 200
 
 
+@pytest.mark.slow
 def test_server_info_has_recent_errors_and_restarts(model_folder):
     with running_server(model_folder, api_key=["one"], admin_api_key=["root"]) as server:
         server.wait_ready()
@@ -176,6 +178,7 @@ def test_server_info_has_recent_errors_and_restarts(model_folder):
         assert server.http.get("/server_info", headers=root).json()["restarts"]["engine"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_page_asks_for_the_key_and_shows_every_route_and_type(server, tmp_path):
     spec = server.http.get("/openapi.json", headers={"x-api-key": "secret"}).json()

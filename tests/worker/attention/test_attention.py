@@ -7,6 +7,7 @@ import itertools
 import sys
 import types
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -20,6 +21,7 @@ from quire.worker.attention.registry import BACKENDS, select_backend
 from quire.worker.attention.scaled import FP8, ScaledCache
 from quire.worker.cuda import flash_attn, varlen
 from quire.worker.cuda.device import CudaPlatform
+from quire.worker.cuda.flash_attn_4 import FlashAttention4
 from tests.helpers.worker.attention_cases import dense, make_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -30,6 +32,14 @@ BATCHES = {
     "mixed": ([1, 9, 1, 1, 30], [40, 0, 3, 129, 55]),
     "one": ([1], [31]),
 }
+# every pair of a block size, of heads and of a window
+SIZES = [
+    (block_size, heads, *windows)
+    for i, block_size in enumerate((1, 5, 16))
+    for j, heads in enumerate(((4, 4), (4, 2), (6, 1)))
+    for k, windows in enumerate(((None, None), (1, None), (24, None), (None, 5.0), (24, 5.0)))
+    if (i + j + k) % 3 == 0
+]
 
 
 def _spec(where: torch.device, **changes) -> AttentionSpec:
@@ -53,9 +63,8 @@ def _available(name: str, spec: AttentionSpec):
     return _backend_cls(name)()
 
 
-@pytest.mark.parametrize("window, soft_cap", [(None, None), (1, None), (24, None), (None, 5.0), (24, 5.0)])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size, heads, window, soft_cap", SIZES)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith("cpu_")])
 def test_equals_dense_attention(request, name, batch, block_size, heads, window, soft_cap):
@@ -136,7 +145,7 @@ def test_backends_on_a_gpu_equal_dense_attention_and_one_another(batch, block_si
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_2", "torch_varlen"])
+@pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_4", "flash_attn_2", "torch_varlen"])
 def test_library_is_usable_here(name):
     """Skips with the reason if the library is not usable; on a machine that should have it, check that reason."""
     block_size = _backend_cls(name).default_block_size
@@ -145,6 +154,7 @@ def test_library_is_usable_here(name):
     assert select_backend((name,), [AttentionSpec(32, 8, 128, torch.bfloat16, CUDA)]).block_size == block_size
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=8),
@@ -249,6 +259,75 @@ def test_flash_attention_3_call(library):
         kwargs["window_size"],
         kwargs["softcap"],
     ) == (3, 0.5, True, (23, 0), 0.0)
+
+
+@pytest.fixture
+def cute(monkeypatch):
+    """A stand-in for flash-attn-4, with the arguments of its version 4.0.0b36 that matter: dense attention. Yields the
+    calls.
+    """
+    calls = []
+
+    def flash_attn_varlen_func(
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None,
+        softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1,
+    ):  # fmt: skip
+        calls.append(max_seqlen_q)
+        assert page_table.dtype == cu_seqlens_q.dtype == seqused_k.dtype == torch.int32 and page_table.stride(-1) == 1
+        assert cu_seqlens_k is None and max_seqlen_q == int(cu_seqlens_q.diff().max()) and causal
+        left, right = window_size
+        assert right in (None, 0) and (left is None) == (right is None)
+        window = None if left is None else left + 1
+        meta = AttentionMetadata(
+            None, None, cu_seqlens_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k or page_table.shape[1]
+        )
+        out = cpu_paged.CpuPagedAttention()
+        out.build(meta)
+        cap = softcap or None
+        return out.forward(q, k, v, meta, softmax_scale, window, cap, sinks=learnable_sink), None
+
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    return calls
+
+
+@pytest.mark.parametrize("window, cap", [(None, None), (7, None), (None, 5.0)])
+@pytest.mark.parametrize("query_lens", [[5, 1, 9], [1, 1, 1]])
+def test_flash_attention_4_call(cute, query_lens, window, cap):
+    backend = FlashAttention4()
+    case = make_case(backend, query_lens, [3, 20, 0], block_size=16)
+    backend.build(case.meta)
+    out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.25, window, cap)
+    torch.testing.assert_close(out, dense(case, 0.25, window, cap), rtol=1e-4, atol=1e-4)
+    assert cute == [max(query_lens)]
+
+
+def test_flash_attention_4_takes_sinks(cute):
+    backend = FlashAttention4()
+    case, sinks = make_case(backend, [4, 1], [2, 9], block_size=16), torch.tensor([0.5, -1.0, 2.0, 0.0])
+    out = backend.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.25, sinks=sinks)
+    want = cpu_paged.CpuPagedAttention()
+    want.build(case.meta)
+    wanted = want.forward(case.q, case.k_cache, case.v_cache, case.meta, 0.25, sinks=sinks)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_flash_attention_4_refuses(monkeypatch):
+    spec = AttentionSpec(4, 2, 64, torch.bfloat16, torch.device("cuda"), 16)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert "flash_attn.cute cannot be imported (" in FlashAttention4.supports(spec)
+    assert "at most 32 tokens, not 64" in FlashAttention4.supports(replace(spec, block_size=64))
+    assert "no KV cache in 8 bits" in FlashAttention4.supports(replace(spec, kv_scales="token"))
+    assert "not float32" in FlashAttention4.supports(replace(spec, dtype=torch.float32))
+
+    def fails(name):
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr("quire.worker.cuda.flash_attn_4.importlib.import_module", fails)
+    assert FlashAttention4.supports(spec) == "flash_attn.cute cannot be imported (RuntimeError: no driver)"
 
 
 FORWARD = (

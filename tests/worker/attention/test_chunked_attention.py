@@ -98,6 +98,7 @@ def test_every_backend_equals_dense_attention(request, name, chunk):
         torch.testing.assert_close(out, dense(case, 0.3, chunk=chunk), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_blocks_must_not_cross_chunks(tmp_path):
     folder = build_family("llama4", tmp_path)
     config = Config.from_flat(model=folder, device="cpu", block_size=24)

@@ -116,11 +116,16 @@ def backend_of(request, name: str, **changes):
 
 
 NAMES = [name for name in BACKENDS if name.startswith("cpu_")]
+# every pair of a block size, of heads and of a window
+SIZES = [
+    ((5, 16)[(i + j) % 2], *heads, *windows)
+    for i, heads in enumerate((((4, 4), 16), ((4, 2), 64), ((6, 1), 80), ((16, 2), 128)))
+    for j, windows in enumerate(((None, None), (24, None), (None, 5.0)))
+]
 
 
-@pytest.mark.parametrize("window, soft_cap", [(None, None), (24, None), (None, 5.0)])
-@pytest.mark.parametrize("heads, head_dim", [((4, 4), 16), ((4, 2), 64), ((6, 1), 80), ((16, 2), 128)])
-@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size, heads, head_dim, window, soft_cap", SIZES)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("name", NAMES)
@@ -152,9 +157,9 @@ def test_constant_scales(request, name, kind, batch):
     torch.testing.assert_close(out, dense(case, 0.2), rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(3, 32, 16), (20, 64, 16), (16, 256, 32)])  # heads, rank, rotary width
-@pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("block_size, constant", [(5, False), (16, False), (16, True)])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("name", NAMES)

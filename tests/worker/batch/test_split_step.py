@@ -68,6 +68,7 @@ def requests():
     return prompts, sampling
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 7, 30])
 def test_steps_in_parts_give_the_same(checkpoint, limit):
     results = []
@@ -206,6 +207,7 @@ class Ranks:
             return run_ranks(lambda rank: self.runners[rank].execute(step).result(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["embedding", "first layer", "last layer", "head"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_ranks_fail_a_step_together(checkpoint, monkeypatch, where, failing):

@@ -17,7 +17,7 @@ from quire.worker.layers.attention import Attention
 from quire.worker.limits import resolve_limits
 from quire.worker.messages import CacheGroup, longest_request, most_blocks
 from quire.worker.models.registry import read_model_spec
-from quire.worker.spec.cache import Full, Latent, State, Window, plan_cache
+from quire.worker.spec.cache import Full, Latent, State, Window, add_heads, plan_cache
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.families import FAMILIES, build_family
 
@@ -129,6 +129,7 @@ def test_a_long_context_with_a_window_takes_little_in_the_plan(checkpoint):
     assert sizes["windowed"] / sizes["full"] == pytest.approx((4096 + 2048 + 16) / 32768, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("mistral", 0.25), ("qwen2-window", 0.55), ("llama2", 1.0), ("gemma3", 0.6), ("gemma4", 0.6), ("llama4", 0.6)],
@@ -178,3 +179,15 @@ def test_a_prefix_hit_over_windows_gives_the_same_tokens(checkpoint, name):
     engine.close()
     assert [result.token_ids for result in again] == [result.token_ids for result in first]
     assert all(result.num_cached_tokens > 0 for result in again)
+
+
+def test_heads_with_a_window_form_groups_before_that_of_states():
+    """Head i computes a token up to i steps later than the model: its window reaches further back."""
+    plan = plan_cache([FULL, WINDOW, None, WINDOW, FULL], [None, None, STATE, None, None])
+    with_heads = add_heads(plan, WINDOW, 3)
+    assert [group.kind for group in with_heads.groups] == ["full", "window", "window", "window", "state"]
+    assert with_heads.groups[2:4] == (CacheGroup("window", 26),) * 2 and with_heads.layers[2:4] == ((5, 6), (7,))
+    assert with_heads.page_bytes(16) == plan.page_bytes(16)
+    assert with_heads.num_slabs([0]) == 2 and plan.num_slabs([0]) == 1
+    apart = add_heads(plan, FULL, 3)
+    assert apart.groups == plan.groups and apart.page_bytes(16) == plan.page_bytes(16) + 3 * FULL.page_bytes(16)

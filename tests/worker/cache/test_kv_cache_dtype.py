@@ -148,6 +148,7 @@ def blocks_of(folder: str, kv_cache_dtype: str) -> int:
     return preview(config).num_blocks
 
 
+@pytest.mark.slow
 def test_about_twice_the_tokens_in_the_same_memory(checkpoint, tmp_path):
     folder = checkpoint("qwen3", dtype="bfloat16", head_dim=128)
     plain = blocks_of(folder, "auto")
@@ -173,6 +174,7 @@ def scored(folder: str, **settings) -> list[float]:
     return [entry.logprobs[0] for entry in result.prompt_logprobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt-oss"])  # full attention, windows, sinks
 def test_log_probabilities_stay_close(checkpoint, name):
     """Random weights make the least likely of tokens likely by chance: this prompt's have e^-13."""
@@ -183,6 +185,7 @@ def test_log_probabilities_stay_close(checkpoint, name):
     assert 0 < distance["int8"].mean() < 0.15 and 0 < distance["fp8"].mean() < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-5", "glm4-moe-lite", "minicpm3", "axk1", "mistral4"]
 )
@@ -196,6 +199,7 @@ def test_log_probabilities_with_latents_stay_close(checkpoint, tmp_path, name):
     assert 0 < distance["int8"].median() < 0.15 and 0 < distance["fp8"].median() < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "config"),
     [("qwen3", None), ("qwen3", {**COMPRESSED, "kv_cache_scheme": SCHEME}), ("minicpm3", None)],
@@ -213,6 +217,7 @@ def test_log_probabilities_with_the_scales_of_a_checkpoint(checkpoint, tmp_path,
     assert 0 < distance[0] < 0.6 and distance[1] > 2 * distance[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "minicpm3"])
 def test_chunks_hits_and_preemption_change_nothing(checkpoint, name, kind):
@@ -246,6 +251,7 @@ def test_two_stages_or_ranks_give_the_same_tokens(checkpoint, name):
     assert tokens[0] == tokens[1] == tokens[2]
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_a_trained_model(native_kernels):
     """The bounds in docs/quantization.md, over the assistant's words in conversations that the model was not trained
     on.

@@ -37,6 +37,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversation_continues_from_disk_after_a_restart(tmp_path, kind):
     family, settings = KINDS[kind]
@@ -91,6 +92,7 @@ def test_ram_brings_back_what_other_traffic_evicted(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_entries_of_another_model_type_or_format_are_no_hit_and_stay(tmp_path):
     rng = random.Random(3)
     prompt = [rng.randrange(3, VOCAB) for _ in range(100)]

@@ -101,6 +101,7 @@ def alone(engine: InProcessEngine, prompt: list[int], **fields) -> list[int]:
     return result.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_cache_goes_on_at_another_engine(engines, tmp_path, kind):
     family, settings = KINDS[kind]
@@ -114,6 +115,7 @@ def test_every_kind_of_cache_goes_on_at_another_engine(engines, tmp_path, kind):
     assert consumer.generate([prompt], GREEDY, transfers=[sent])[0].num_cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_blocks_of_an_adapter_are_only_those_of_this_adapter(engines, tmp_path):
     folder, prompt = build_family("arcee", tmp_path / "model"), words(2)
     law, tax = ([use(make_adapter(tmp_path / name, folder, seed=i))] for i, name in enumerate(("law", "tax")))

@@ -24,7 +24,9 @@ from quire.worker.sampling import logprobs
 from quire.worker.startup.preview import preview
 from quire.worker.transformer.moe import SharedGate, WideRouterLinear
 from quire.worker.worker import Worker
-from tests.helpers.models.families import build_family
+from tests.end_to_end.test_families import LENGTHS, small_engine
+from tests.helpers.in_process import InProcessEngine
+from tests.helpers.models.families import SEEING, VOCAB, build_family
 from tests.helpers.worker.steps import Script
 
 NUM_OUTPUTS = 12
@@ -52,8 +54,8 @@ def _worker(folder: str, **settings) -> Worker:
     return worker
 
 
-def _prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(4, 500), k=length)
+def _prompt(length: int, seed: int, vocab_size: int = 500) -> list[int]:
+    return random.Random(seed).choices(range(4, vocab_size), k=length)
 
 
 def _play(worker: Worker, sampling: SamplingParams, crowd: int = 0, chunk: int = 1000, preempt_at: int | None = None):
@@ -91,6 +93,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -108,9 +111,62 @@ def test_same_bits_whatever_runs_beside(checkpoint, native_kernels, name, settin
     _check_bits(_worker(checkpoint(name, dtype="bfloat16"), deterministic=True, **settings))
 
 
+@pytest.mark.slow
 def test_same_bits_with_sinks_and_experts(checkpoint, native_kernels):
     layers = ["full_attention", "full_attention"]
     _check_bits(_worker(checkpoint("gpt-oss", dtype="bfloat16", layer_types=layers), deterministic=True))
+
+
+_ROPE = {"qk_rope_head_dim": 16}
+# windows, sinks, latents, states, hyper-connections, gates, experts of all formulas: family -> sizes that kernels take
+FAMILIES_WITH_IT: dict[str, dict[str, int]] = {
+    "afmoe": {},
+    "cohere2_moe": {},
+    "dots3_note": _ROPE | {"head_dim": 32, "swa_kv_lora_rank": 16, "swa_v_head_dim": 16},
+    "glm5_next": {},
+    "hy_v4": _ROPE,
+    "kimi_linear": _ROPE,
+    "kolibri1": {},
+    "laguna": {},
+    "lfm3": {},
+    "mellum": {},
+    "mimo_v2": {"v_head_dim": 16},
+    "minimax_m3": {},
+    "mistral_large4": _ROPE,
+    "muse_glimmer": {},
+    "olmo_hybrid": {"hidden_size": 64},
+    "step3p5": {},
+    "youtu": _ROPE,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES_WITH_IT)
+def test_same_bits_of_a_family(native_kernels, name, tmp_path):
+    """Alone with drafts, and with others in chunks, preempted and begun again, without drafts."""
+    sizes = FAMILIES_WITH_IT[name]
+    if name in SEEING:
+        sizes = {"text_config": SEEING[name][1]["text_config"] | sizes}
+    folder = build_family(name, tmp_path, dtype="bfloat16", **sizes)
+    prompts = [_prompt(length, length, VOCAB) for length in LENGTHS]
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True, logprobs=2)
+    alone = InProcessEngine(folder, deterministic=True, max_model_len="368", max_num_seqs=24)
+    expected = [alone.generate([prompt], sampling)[0] for prompt in prompts]
+    alone.close()
+    engine = small_engine(folder, deterministic=True, speculative_config='{"method": "none"}')
+    results = engine.generate(prompts, sampling)
+    engine.close()
+    assert sum(result.num_preemptions for result in results) > 0
+    for result, wanted in zip(results, expected, strict=True):
+        assert (result.error, result.token_ids, result.logprobs) == (None, wanted.token_ids, wanted.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("deepseek_v4", "compressed keys"), ("zaya", "convolution of whole heads")]
+)
+def test_families_without_it_are_refused(native_kernels, name, words, tmp_path):
+    with pytest.raises(ValueError, match=f"--deterministic has no .*{words}"):
+        _worker(build_family(name, tmp_path, dtype="bfloat16"), deterministic=True)
 
 
 def _check_bits(worker: Worker) -> None:
@@ -137,7 +193,7 @@ def test_without_it_bits_differ(checkpoint, native_kernels):
     [
         ("avx512", False, None, {}, False, "but products of many rows take twice as long"),
         ("avx512bf16", False, "int4", {}, False, "but products of many rows take twice as long"),
-        ("amx", True, None, {}, True, "no cost that could be told from noise"),
+        ("amx", True, None, {}, True, "no measurable cost"),
         (
             "amx",
             True,
@@ -145,7 +201,7 @@ def test_without_it_bits_differ(checkpoint, native_kernels):
             {},
             False,
             (
-                "tokens may depend on what runs beside them. --deterministic makes sure that they do not, but "
+                "tokens may depend on other requests. --deterministic makes sure that they do not, but "
                 "prompts take 2 to 2.7 times as long"
             ),
         ),
@@ -157,7 +213,7 @@ def test_without_it_bits_differ(checkpoint, native_kernels):
             "int8",
             {"deterministic": True},
             True,
-            "as asked: a request's tokens do not depend on what runs beside it; prompts take 2 to 2.7 times as long",
+            "as asked: a request's tokens do not depend on other requests; prompts take 2 to 2.7 times as long",
         ),
         ("avx512", False, None, {"deterministic": False}, False, "as asked: seeded and greedy tokens may depend"),
         ("avx512", False, None, {"dtype": "float32"}, False, "--deterministic computes in bfloat16 only"),
@@ -275,7 +331,7 @@ def test_log_probabilities_with_several_threads():
 @pytest.mark.parametrize(
     ("platform", "settings", "words"),
     [
-        (CudaPlatform(0), {}, "--deterministic is not supported on cuda yet"),
+        (CudaPlatform(0), {}, "--deterministic needs Triton on this device"),
         (
             CpuPlatform(),
             {},

@@ -247,6 +247,7 @@ def check_narrow(kernels, linear, x, want, tolerance=2e-6) -> None:
         assert all(torch.equal(linear(x, path=path), together) for path in (0, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", native_linear.PACKED_BLOCKS)
 @pytest.mark.parametrize("m", [1, 2, 4, 7, 13, 30, 100])
 def test_activations_in_8_bits(kernels, kind, m):

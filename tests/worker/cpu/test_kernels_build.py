@@ -273,6 +273,7 @@ def test_the_name_follows_sources_flags_and_compiler(fake_compiler, monkeypatch,
     assert build.library_prefix("avx2") != prefix
 
 
+@pytest.mark.slow
 def test_the_command_builds_ahead_into_a_folder_or_the_package(fake_compiler, tmp_path, capsys):
     links = fake_compiler()
     assert (
@@ -334,6 +335,7 @@ def test_a_level_that_the_cpu_lacks_is_refused(monkeypatch):
         build.choose_level("amx")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "chosen"), [("0.80 1:0.7", "avx2"), ("0.97 1:0.97", "avx512"), ("1.5", "avx512")])
 def test_a_narrower_level_is_taken_where_it_measured_faster(fake_compiler, monkeypatch, ratio, chosen):
     fake_compiler()
@@ -363,3 +365,8 @@ def test_calibration_measures_two_libraries(library):
     ).stdout
     mean, *ratios = output.split()
     assert 0.2 < float(mean) < 5 and len(ratios) == 4
+
+
+def test_a_cache_folder_that_is_a_file_has_no_build(tmp_path):
+    (tmp_path / "file").touch()
+    assert not build.is_being_built(tmp_path / "file" / "kernels" / "library.so")

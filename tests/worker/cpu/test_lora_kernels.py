@@ -89,15 +89,47 @@ def test_triton_products_equal_torchs(num_rows, ranks, k, widths, dtype):
     assert not torch.equal(got, out)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "ranks", "k", "widths"),
+    [
+        (33, (16,), 64, (64, 32, 32)),
+        (70, (3, 33, 64), 50, (48, -16, 37)),
+        (100, (20, 96), 1056, (300,)),
+        (64, (17,) * 12, 96, (40,)),
+    ],
+)
+def test_products_of_many_rows_equal_torchs(native_kernels, num_rows, ranks, k, widths, out_dtype):
+    """Tiles of AMX: steps of 32 and of 16 ranks, pairs of tiles without rows of an adapter, rows with two, and adapters
+    with too few rows for tiles.
+    """
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, k, generator=generator).bfloat16()
+    out = torch.randn(num_rows, sum(map(abs, widths)) + 3, generator=generator).to(out_dtype)
+    groups = []
+    for i, rank in enumerate(ranks):
+        chosen = range(i, num_rows, len(ranks)) if i else range(num_rows // 2)
+        rows = some_rows(str(i), num_rows, chosen, generator)
+        groups.append((rows, random_weights(rank, k, widths, torch.bfloat16, generator)))
+    expected, got = out.clone(), out.clone()
+    add_lora(x, expected, groups)
+    add_native(x, got, groups)
+    tolerance = 1e-2 if out_dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    for _, weights in groups:
+        assert bool(weights.packed.many.tiles) == (native_kernels.level == "amx")
+        assert not weights.packed.alone.tiles
+
+
 def test_the_sums_of_a_row_have_one_order(native_kernels):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 96, generator=generator).bfloat16()
     weights = random_weights(24, 96, (256,), torch.bfloat16, generator)
     together = torch.zeros(50, 256)
-    add_native(x, together, [(LoraRows("a", torch.arange(50), None, True), weights)])
+    add_native(x, together, [(LoraRows("a", torch.arange(50), None, True), weights)], fixed_order=True)
     for i in (0, 3, 49):
         alone = torch.zeros(1, 256)
-        add_native(x[i : i + 1], alone, [(LoraRows("a", torch.arange(1), None, True), weights)])
+        add_native(x[i : i + 1], alone, [(LoraRows("a", torch.arange(1), None, True), weights)], fixed_order=True)
         assert torch.equal(alone[0], together[i])
 
 
@@ -119,14 +151,14 @@ def test_halves_of_a_gated_native_product(kind, half, rows, native_kernels):
     torch.testing.assert_close(linear("silu").halves(x), plain, rtol=1e-4, atol=1e-4)
 
 
-def adapt(model, ranks):
+def adapt(model, ranks, fixed_order=False):
     """Give the model random adapters "0", "1" ... of `ranks` for all its linear layers but those of the MLP of layer 0.
     Returns a function that chooses the rows of steps: every other token has one of the adapters, some both.
     """
     from quire.worker.cpu.device import CpuPlatform
     from quire.worker.lora.adapters import Adapters, LoraLimits
 
-    adapters = Adapters(model, CpuPlatform(), LoraLimits(64, 8, 8))
+    adapters = Adapters(model, CpuPlatform(), LoraLimits(64, 8, 8), fixed_order)
     generator = torch.Generator().manual_seed(1)
     linears = [
         layer for layer in model.modules() if getattr(layer, "lora", None) is not None and hasattr(layer, "in_features")
@@ -135,7 +167,9 @@ def adapt(model, ranks):
         adapted = []
         for layer in linears:
             widths = [shard.length for shard in layer.shards] if hasattr(layer, "shards") else [layer.out_features]
-            adapted.append((layer, random_weights(rank, layer.in_features, widths, model.dtype, generator)))
+            weights = random_weights(rank, layer.in_features, widths, torch.bfloat16, generator)
+            parts = [(ranks, columns, b.to(model.dtype)) for ranks, columns, b in weights.parts]
+            adapted.append((layer, LoraWeights(weights.a.to(model.dtype), parts)))
             layer.lora.weights[str(i)] = adapted[-1][1]
         adapters.step.active[str(i)] = adapted
     step, forward = adapters.step, model.forward
@@ -162,6 +196,7 @@ def adapt(model, ranks):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
 @pytest.mark.parametrize("backend", [CpuFixedAttention, CpuPagedAttention])
 @pytest.mark.parametrize(
@@ -172,7 +207,7 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
     model = _model(checkpoint(name, dtype="bfloat16"), quantization=quantization)
     fix_order(model)  # and of attention, too: otherwise the bits may depend on the number of rows
     base = _play(model, backend(), wanted)
-    step = adapt(model, (4, 16))
+    step = adapt(model, (4, 16), fixed_order=True)
     fused = model.model.fused_layers()
     monkeypatch.setattr(fused, "takes", lambda lora, takes=fused.takes: takes(lora) or pytest.fail("not fused"))
     got = _play(model, backend(), wanted)
@@ -181,6 +216,34 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
     assert len(got) == len(STEPS) and step.rows
     for ours, theirs, plain in zip(got, expected, base):
         assert torch.equal(ours, theirs) and not torch.equal(ours, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("qwen3", None), ("llama-bias", None), ("llama-tied", "int8"), ("qwen3", "int4")]
+)
+def test_sums_of_many_rows_take_adapters(checkpoint, native_kernels, monkeypatch, name, quantization):
+    """Where products of many rows add the adapters to their sums, results are as near to those in float32 as if the
+    adapters were added afterwards.
+    """
+    folder = checkpoint(name, dtype="bfloat16")
+    model = _model(folder, quantization=quantization)
+    base = _play(model, CpuNativeAttention())
+    step = adapt(model, (4, 16))
+    fused = model.model.fused_layers()
+    got = _play(model, CpuNativeAttention())
+    tables = [fused.lora._table(rows.key, step) for rows in step.rows]
+    tiles = {bool(one.tiles) for table in tables for one in table if one.a}
+    assert tiles == {native_kernels.level == "amx"}
+    monkeypatch.setattr(model.model, "fused_layers", lambda: None)
+    expected = _play(model, CpuNativeAttention())
+    for ours, theirs, plain in zip(got, expected, base):
+        assert (ours - theirs).norm() < 0.05 * (theirs - plain).norm()
+    if quantization is None:
+        exact = _model(folder, torch.float32)
+        adapt(exact, (4, 16))
+        errors = [[(out - one).norm() for out, one in zip(outs, _play(exact))] for outs in (got, expected)]
+        assert sum(errors[0]) < 1.02 * sum(errors[1])
 
 
 def test_an_adapter_of_other_layers_runs_layer_by_layer(checkpoint, native_kernels):

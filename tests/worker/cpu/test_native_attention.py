@@ -93,6 +93,7 @@ def test_attention_decode(kernels, rng, dtype, head_dim):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "sizes", [(32, 16, False), (192, 128, False), (32, 64, False), (96, 64, True), (576, 512, True)]
@@ -243,6 +244,7 @@ def _sharing_case(rng: random.Random, dtype: torch.dtype, head_dim: int):
     return shared, private, torch.cat(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 def test_attention_over_shared_keys(kernels, rng, dtype, head_dim):
@@ -255,6 +257,7 @@ def test_attention_over_shared_keys(kernels, rng, dtype, head_dim):
             assert torch.equal(got, cpu_ops.paged_attention(*private, path=path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_wanted_tokens(kernels, rng, dtype):
     """Results of the wanted tokens are correct even if no token of some request is wanted."""

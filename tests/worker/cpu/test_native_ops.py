@@ -156,6 +156,7 @@ def _sample_by_twin(
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 15, 100, 1003, 8192, 33000, 151936])
 def test_sample(kernels, size):
     """Each draw gives the twin's token. At most one may differ, because the last bit of exp moves a boundary."""

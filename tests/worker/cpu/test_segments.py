@@ -57,6 +57,7 @@ def _play(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention, CpuFixedAttention])
 @pytest.mark.parametrize("fixed", [False, True], ids=["free", "deterministic"])
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ def test_same_bits_of_other_forms(native_kernels, monkeypatch, tmp_path, family,
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
 @pytest.mark.parametrize("backend", [DenseAttention, CpuFixedAttention])
 @pytest.mark.parametrize(
@@ -110,6 +112,7 @@ def test_same_bits_of_experts(checkpoint, native_kernels, monkeypatch, name, cha
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["free", "deterministic"])
@@ -127,6 +130,7 @@ def test_same_bits_of_mixers_with_states(native_kernels, monkeypatch, tmp_path, 
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("backend", [CpuNativeAttention, CpuFixedAttention, CpuPagedAttention])
 @pytest.mark.parametrize("name", ["qwen3", "llama-bias"])
@@ -148,6 +152,7 @@ def two_threads(native_kernels):
     native_kernels.lib.quire_set_threads(torch.get_num_threads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -171,6 +176,7 @@ def test_same_bits_head_by_head(checkpoint, two_threads, monkeypatch, name, quan
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [DenseAttention, CpuNativeAttention])
 @pytest.mark.parametrize(
     "wanted",
@@ -194,6 +200,7 @@ def test_same_bits_where_not_all_is_wanted(checkpoint, native_kernels, monkeypat
         )
 
 
+@pytest.mark.slow
 def test_made_anew_for_another_cache(checkpoint, native_kernels):
     model = _model(checkpoint("qwen3", dtype="bfloat16"))
     first, segments = _play(model), model.model.fused_layers()

@@ -135,6 +135,7 @@ def check_layers(stored: torch.nn.Module, plain: torch.nn.Module) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_dense_layers(sources, tmp_path, name):
     folder = Path(make.write(sources("qwen3", **SIZES | {"num_hidden_layers": 1}), tmp_path, *FORMATS[name]))
@@ -219,6 +220,7 @@ def test_ranks_have_their_share_of_the_experts(sources, tmp_path, name, expert_p
     torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_experts_that_differ_in_form_are_multiplied_one_by_one(sources, tmp_path):
     config, store = FORMATS["ct nvfp4"]
     left = "model.layers.0.mlp.experts.1.down_proj"
@@ -232,6 +234,7 @@ def test_experts_that_differ_in_form_are_multiplied_one_by_one(sources, tmp_path
     torch.testing.assert_close(found(*args), reference(expected, *args), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["one", "tensor parallel", "expert parallel"])
 def test_gpt_oss(tmp_path, ranks):
     """MXFP4 as in its checkpoints, with its biases and clamped activation: 4.25 bits."""

@@ -67,7 +67,7 @@ def test_tokens_are_those_of_the_cpu(model, mode):
     assert sum(equal) >= len(equal) - 1 and all(equal[i] for i in range(len(equal)) if i % 3), equal
 
 
-@pytest.mark.parametrize("backend", ["flash_attn_3", "flash_attn_2", "triton_paged"])
+@pytest.mark.parametrize("backend", ["flash_attn_3", "flash_attn_4", "flash_attn_2", "triton_paged"])
 def test_bfloat16_graphs_choose_what_eager_steps_find_best(checkpoint, backend):
     """Padding and splits change rounding, so tokens may diverge; but each token must be the best one, or nearly, of an
     eager run in the same context.

@@ -66,6 +66,7 @@ def check_texts(engine: InProcessEngine, sampling: list[SamplingParams] = SAMPLI
     return sum(engine.scheduler.flush_stats().accepted_per_position)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_that_overlap(checkpoint, native_kernels, overlapping, depth):
     engine = engine_of(checkpoint("qwen3"), deterministic=True, dtype="bfloat16", steps_in_flight=depth)
@@ -78,6 +79,7 @@ def test_steps_that_overlap(checkpoint, native_kernels, overlapping, depth):
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
 def test_states_of_steps_that_overlap(name, tmp_path, overlapping):
     engine = engine_of(build_family(name, tmp_path), steps_in_flight=2, max_num_seqs=8, **TORCH)
@@ -85,6 +87,7 @@ def test_states_of_steps_that_overlap(name, tmp_path, overlapping):
     engine.close()
 
 
+@pytest.mark.slow
 def test_verifying_steps_are_replayed_in_pieces(checkpoint, overlapping):
     engine, recorder = engine_with_pieces(
         checkpoint("qwen3"), speculative_config=FORCED, steps_in_flight=2, **SIZES, **TORCH
@@ -96,6 +99,7 @@ def test_verifying_steps_are_replayed_in_pieces(checkpoint, overlapping):
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [False, True])
 def test_the_streams_of_recorded_steps_reach_an_eagle_head(pieces, checkpoint, tmp_path, overlapping):
     target, head = checkpoint("qwen3"), tmp_path / "head"
@@ -130,6 +134,7 @@ def test_the_streams_of_recorded_steps_reach_an_eagle_head(pieces, checkpoint, t
     engine.close()
 
 
+@pytest.mark.slow
 def test_costs_are_measured_apart(checkpoint, overlapping):
     """Nothing pays before they are known."""
     config = '{"method": "ngram"}'

@@ -21,6 +21,7 @@ GREEDY = SamplingParams(temperature=0.0)
 OUTSIDE = 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, batch, sampling, layer",
     [
@@ -47,6 +48,7 @@ def test_a_decode_step_takes_few_launches(name, batch, sampling, layer):
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("on_tensor_cores", [False, True])
 def test_blocks_of_fp8_take_as_many_as_plain_weights(batch, on_tensor_cores, monkeypatch):

@@ -25,6 +25,7 @@ from quire.worker.model_runner import ModelRunner
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.platforms.ops import Ops
 from quire.worker.weights.loader import load_weights
+from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS, config_of
 from tests.helpers.models.families import FAMILIES, family_config
 
@@ -110,6 +111,7 @@ class Model(torch.nn.Module):
     """An embedding and a head."""
 
     spec = SimpleNamespace(is_encoder=False, vision=None, crosses=False)
+    failures: dict = {}
 
     def __init__(self, device):
         super().__init__()
@@ -289,3 +291,33 @@ def test_torch_sees_no_wait_on_the_gpu():
         results.append([output.result() for output in outputs])
     assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
     assert kv_cache.attention_layers(runner.model) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    "name", ["qwen3", "olmo3", "gemma3", "cohere", "qwen3-moe", "gpt-oss", "deepseek-v3", "llama4"]
+)
+def test_an_engine_of_a_family_does_not_wait_on_the_gpu(name, tmp_path, monkeypatch):
+    (family_config(name) if name in FAMILIES else config_of(name)).save_pretrained(tmp_path)
+    settings = {"load_format": "dummy", "max_num_seqs": 4, "max_model_len": "120", "num_gpu_blocks_override": 120}
+    engine = InProcessEngine(str(tmp_path), device="cuda", record_graphs="start", **settings)
+    runner = engine.executor._worker.runner
+    sampling = SamplingParams(max_tokens=6, temperature=0.7, top_p=0.9, ignore_eos=True)
+    prompts = [[5, 6, 7], [8] * 20, [9, 10], [11] * 50]
+    try:
+        engine.generate(prompts, sampling)  # compiles, which waits
+        execute = runner.execute
+
+        def checked(step):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return execute(step)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(runner, "execute", checked)
+        assert not any(result.error for result in engine.generate(prompts, sampling))
+        assert all(getattr(runner.forward, "_graphs", {}).values())
+    finally:
+        engine.close()

@@ -57,6 +57,7 @@ def groups(monkeypatch):
 
     def group_of(thread: ThreadGroup) -> ProcessGroup:
         group = ProcessGroup.__new__(ProcessGroup)
+        group._fixed_order = False
         group.ranks, group.size, group.rank, group._group, group._small = [0, 1], 2, thread.rank, thread, None
         return group
 

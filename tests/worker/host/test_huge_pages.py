@@ -81,6 +81,7 @@ def test_memory_is_taken_when_it_is_written_and_given_back():
     assert _resident() - before < 64 * MIB
 
 
+@pytest.mark.slow
 def test_memory_can_be_made_resident_without_writing_it():
     tensor = huge_pages.zeros(64 * MIB, dtype=torch.uint8)
     tensor[10 * MIB] = 7
@@ -133,7 +134,7 @@ def test_blocks_of_a_cache_become_resident_ahead_of_use():
         _wait_for([memory], 32 * MIB)  # blocks 0 to 11 take 24 MiB, and 8 MiB
     warmer.follow(_step([12, 1], []))
     _wait_for([memory], 34 * MIB)
-    warmer.rest()
+    warmer.mark_idle()
     _wait_for([memory], 58 * MIB)
     warmer.follow(_step([], [60]))
     warmer._thread.join(60)
@@ -147,7 +148,7 @@ def test_of_a_small_model_no_more_becomes_resident_than_will_be_used():
     warmer = Warmer(layers)
     _wait_for([memory], 2 * MIB)  # 2048 tokens take 1 MiB
     warmer.follow(_step([1], [1024]))
-    warmer.rest()
+    warmer.mark_idle()
     _wait_for([memory], 10 * MIB)  # as far ahead, of those used
     warmer.stop()
 
@@ -178,7 +179,7 @@ def test_a_cache_in_use_gives_the_memory_of_some_blocks_back():
     layers, memory = _cache(64, 2, 8, 2048)  # blocks of 2 MiB
     warmer = Warmer(layers, idle_bytes=32 * MIB, busy_bytes=8 * MIB)
     warmer.follow(_step([1], [11]))  # blocks 0 to 11
-    warmer.rest()
+    warmer.mark_idle()
     _wait_for([memory], 56 * MIB)
     memory[3:8] = 1
     warmer.give_back_blocks([5, 4, 6, 10])
@@ -186,7 +187,7 @@ def test_a_cache_in_use_gives_the_memory_of_some_blocks_back():
     warmer.follow(_step([4, 2], []))
     time.sleep(0.3)
     assert _resident_bytes(memory) == 16 * MIB, "nothing ahead while the machine is short"
-    warmer.rest()
+    warmer.mark_idle()
     warmer.resume()
     _wait_for([memory], 16 * MIB + 32 * MIB)
     assert memory[3].all() and memory[7].all() and not memory[4:7].any()

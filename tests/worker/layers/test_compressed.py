@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -107,7 +109,10 @@ def test_published_settings_and_names():
     assert [layer.mlp for layer in spec.layers] == ["hash_moe", "moe", "moe", "moe"]
     assert [layer.rope for layer in spec.layers] == ["main", "compress", "compress", "compress"]
     assert spec.ropes["main"].scaling is None and spec.ropes["compress"].scaling["attention_factor"] == 1.0
-    names = DeepseekV4.tensor_names(object.__new__(DeepseekV4), ["embed.weight"])
+    model = object.__new__(DeepseekV4)
+    spec = parse_model_spec(raw | {"num_nextn_predict_layers": 1})
+    object.__setattr__(model, "spec", replace(spec, has_head=True))
+    names = model.tensor_names(["embed.weight"])
     for ours, published in {
         "lm_head.weight": "head.weight",
         "model.norm.weight": "norm.weight",
@@ -115,5 +120,8 @@ def test_published_settings_and_names():
         "model.layers.3.self_attn.indexer.q_b_proj.weight": "layers.3.attn.indexer.wq_b.weight",
         "model.layers.3.mlp.experts.5.down_proj.weight": "layers.3.ffn.experts.5.w2.weight",
         "model.layers.3.mlp.shared_expert.gate_proj.weight": "layers.3.ffn.shared_experts.w1.weight",
+        "mtp.0.fc.weight": "mtp.0.e_proj.weight",
+        "mtp.0.hc_head_fn": "mtp.0.hc_head_fn",
+        "mtp.0.layer.self_attn.q_b_proj.weight": "mtp.0.attn.wq_b.weight",
     }.items():
         assert names.in_file(ours) == published

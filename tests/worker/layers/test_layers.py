@@ -121,6 +121,15 @@ def test_product_where_the_cpu_multiplies_no_halves(monkeypatch, tokens, dtype, 
     torch.testing.assert_close(linear.product(x, weight, bias if has_bias else None), want)
 
 
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_where_bf16_is_multiplied_as_it_is(monkeypatch, has_instructions):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
+    assert linear._multiplies.__wrapped__(torch.bfloat16) == has_instructions
+
+
 def test_silu_and_mul():
     gate, up = torch.randn(3, 10), torch.randn(3, 10)
     torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), F.silu(gate) * up)

@@ -81,6 +81,7 @@ def test_both_quantizers_choose_the_same_numbers(native_kernels, bits, n, k):
         assert packed.nbytes == values.numel() // 2 and torch.equal(int_groups.unpack_int4(packed), values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_models(checkpoint, native_kernels, exact_activations, monkeypatch, name, quantization):
@@ -171,6 +172,7 @@ def test_quantizing_at_load_needs_bfloat16(checkpoint):
         resolve_limits(config, read_model_spec(folder), CpuPlatform())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 1.01), ("int4", 1.10)])
 def test_perplexity_of_a_trained_model(native_kernels, quantization, most):
     """Perplexity of the assistant's words in conversations that the model was not trained on."""

@@ -82,6 +82,7 @@ def test_equals_transformers(name):
         assert not torch.equal(route(replace(spec), logits)[1].sort(-1).values, want_ids.sort(-1).values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 200])
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "logits"])
 @pytest.mark.parametrize("weights", ["scores", "normalized", "softmax", "sigmoid"])

@@ -153,6 +153,7 @@ def test_convolutions_of_16_bits_have_the_bits_of_32(channels, ops):
         assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, LENGTH])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_chunks_of_any_size_equal_the_formula(name, chunk, ops):

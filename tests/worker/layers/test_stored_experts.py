@@ -43,6 +43,7 @@ def sources(tmp_path_factory):
     return source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_exact(sources, tmp_path, name):
     folder = Path(make.write(sources("qwen3-moe"), tmp_path, *FORMATS[name]))
@@ -121,6 +122,7 @@ def test_native_kernels_multiply_experts_of_several_kinds(sources, tmp_path, nat
         assert isinstance(ours.mlp.experts._native, NativeExperts) == (i > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "form", "key", "left"),
     [

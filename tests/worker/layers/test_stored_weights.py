@@ -211,6 +211,7 @@ def test_ranks_load_their_share(sources, tmp_path, name):
         assert torch.allclose(logits, expected, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["ct w4a16 zeros", "ct w8a8", "awq", "gptq 4 act-order", "gptq 3", "ct mxfp4", "fp8 blocks"]
 )

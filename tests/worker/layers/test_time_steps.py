@@ -32,6 +32,7 @@ def with_short_steps(name: str, folder: Path, **settings: Any) -> str:
     return source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h-experts", "zamba2"])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_bounds_are_those_of_the_config(name, limit, tmp_path):

@@ -44,7 +44,7 @@ def test_codes_scales_and_offsets_are_the_weight(kind):
 def test_the_product_is_that_of_the_weight(monkeypatch, kind, rows):
     monkeypatch.setattr(torch_int4, "_PIECE", 64 * 512)  # several pieces
     stored = random_blocks(rows, 512, kind)
-    packed, weight = PackedNibbles.of(stored, kind, torch.bfloat16), dequantize(stored, kind)
+    packed, weight = PackedNibbles.from_blocks(stored, kind, torch.bfloat16), dequantize(stored, kind)
     scales = nibbles(stored, kind)[1].repeat_interleave(32, 1)
     got = packed.product(torch.eye(512).bfloat16()).float().T
     rounded_away = 0.29 * scales.pow(2).mean().sqrt()  # by 4 bits
@@ -58,20 +58,25 @@ def test_the_product_is_that_of_the_weight(monkeypatch, kind, rows):
 
 def test_what_torch_has_no_fast_product_for(monkeypatch):
     stored = random_blocks(32, 256, "Q4_0")
-    assert PackedNibbles.of(stored, "Q4_0", torch.float32) is None
-    assert PackedNibbles.of(stored[:20], "Q4_0", torch.bfloat16) is None
-    assert PackedNibbles.of(stored, "Q8_0", torch.bfloat16) is None
+    assert PackedNibbles.from_blocks(stored, "Q4_0", torch.float32) is None
+    assert PackedNibbles.from_blocks(stored[:20], "Q4_0", torch.bfloat16) is None
+    assert PackedNibbles.from_blocks(stored, "Q8_0", torch.bfloat16) is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert PackedNibbles.of(stored, "Q4_0", torch.bfloat16) is None
+    assert PackedNibbles.from_blocks(stored, "Q4_0", torch.bfloat16) is None
 
 
-def test_a_layer_of_several_types(monkeypatch):
+@pytest.mark.parametrize("rows", [1, 70])
+def test_a_layer_of_several_types(monkeypatch, rows):
     monkeypatch.setattr(blocks_module.host, "memory", lambda: (10 << 30, 10 << 30))
-    parts = [Rows(random_blocks(32, 256, kind, seed), kind) for seed, kind in enumerate(("Q4_K", "Q4_0", "Q4_1"))]
+    kinds = ("Q4_K", "Q4_0", "Q4_1", "Q4_1")
+    parts = [Rows(random_blocks(32, 256, kind, seed), kind) for seed, kind in enumerate(kinds)]
     parts[1] = Rows(parts[1].blocks[:20], "Q4_0")  # not packed: torch wants a multiple of 16
-    layer = ColumnParallelLinear(256, [Shard("w", 84, 0, 84)], False)
+    layer = ColumnParallelLinear(256, [Shard("w", 116, 0, 116)], False)
     layer.method = PlainBlocks(layer, parts, torch.bfloat16)
-    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, product = [], PackedNibbles.product
+    monkeypatch.setattr(PackedNibbles, "product", lambda self, x: packed.append(self) or product(self, x))
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     want = x.float() @ torch.cat([part.dequantized() for part in parts]).T
     got = layer.method.apply(layer, x)
     assert got.shape == want.shape and (got - want).norm() < 0.01 * want.norm()
+    assert len(packed) == (2 if rows == 1 else 0)  # neighbours of one type are one product

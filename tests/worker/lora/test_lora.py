@@ -18,6 +18,8 @@ from tests.helpers.models.checkpoints import TOKENIZER_SIZE, greedy
 from tests.helpers.models.lora import ALL, ATTENTION, as_gguf, make_adapter, make_expert_adapter, merged, use
 from tests.helpers.worker import quantized_checkpoints
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
 
@@ -199,7 +201,6 @@ def _scores(model, prompt):
     return logits[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [

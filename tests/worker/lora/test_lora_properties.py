@@ -39,6 +39,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(requests=REQUESTS, unloads=st.lists(st.integers(0, NUM_ADAPTERS - 1), max_size=3))
 def test_every_request_has_its_adapter(world, requests, unloads):
@@ -72,6 +73,7 @@ def test_every_request_has_its_adapter(world, requests, unloads):
         assert str(i) in aborted or len(found[str(i)]) == NUM_TOKENS
 
 
+@pytest.mark.slow
 def test_many_adapters_and_none_in_one_batch(checkpoint, tmp_path):
     """Thirty-two adapters and a request without one run in the same steps."""
     folder = checkpoint("llama-tied")

@@ -16,10 +16,14 @@ from quire.worker.startup.preview import preview
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.checkpoints import VOCAB_SIZE
 from tests.helpers.models.embedders import TEXTS, reference_embeddings, reference_logits
-from tests.helpers.models.encoders import ENCODERS, MAX_POSITIONS, build_embedding_gemma, build_encoder
+from tests.helpers.models.encoders import EMBEDDERS, ENCODERS, MAX_POSITIONS, build_embedding_gemma, build_encoder
+from tests.helpers.worker.dense_attention import PagedRunner
+from tests.helpers.worker.ranks import run_ranks
+from tests.worker.test_tensor_parallel import TEXT, build, build_ranks
 from tests.worker.transformer.test_pooling import encode, pooled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_equals_sentence_transformers(name, mode, tmp_path):
@@ -33,14 +37,54 @@ def test_equals_sentence_transformers(name, mode, tmp_path):
     assert engine.scheduler.counts.prefix_cache_hits == 0
 
 
-def test_embedding_gemma_equals_sentence_transformers(tmp_path):
-    folder = build_embedding_gemma(tmp_path / "model")
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_embedding_gemma_equals_sentence_transformers(name, tmp_path):
+    folder = build_embedding_gemma(tmp_path / "model", name)
     engine = InProcessEngine(folder, dtype="float32")
     expected = reference_embeddings(folder, TEXTS)
     torch.testing.assert_close(pooled(engine, encode(folder), normalize=True), expected, rtol=1e-5, atol=1e-5)
-    assert engine.ready.pooling.whole_prompts and engine.ready.pooling.num_dimensions == 64
+    assert engine.ready.pooling.whole_prompts and engine.ready.pooling.num_dimensions == expected.shape[1]
 
 
+@pytest.mark.parametrize("name", EMBEDDERS)
+def test_two_ranks_agree_with_one(name, tmp_path):
+    """The layers with full attention of EmbeddingGemma 2 have fewer KV heads than ranks."""
+    folder = build_embedding_gemma(tmp_path / "model", name)
+    expected = PagedRunner(build(folder), 1, 128).step({0: TEXT})[0]
+    models = build_ranks(2, folder)
+    for hidden in run_ranks(lambda rank: PagedRunner(models[rank], 1, 128).step({0: TEXT})[0], 2):
+        torch.testing.assert_close(hidden, expected, atol=2e-4, rtol=0)
+
+
+def test_the_text_of_embedding_gemma_2(tmp_path):
+    """As it is published: with encoders of images and sound, and the last layer's kind as transformers changes it."""
+    import transformers
+
+    folder = build_embedding_gemma(tmp_path / "model", "embedding-gemma-2")
+    expected, path = reference_embeddings(folder, TEXTS), tmp_path / "model" / "config.json"
+    text = json.loads(path.read_text())
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "gemma4_vision", **tower, "num_key_value_heads": 2, "head_dim": 8}
+    config = transformers.EmbeddingGemma2Config(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.EmbeddingGemma2Model(config).eval()
+    model.language_model.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
+    model.save_pretrained(tmp_path / "model")
+    names = load_file(tmp_path / "model" / "model.safetensors").keys()
+    assert any("vision_tower" in name for name in names)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    written = json.loads(path.read_text())
+    written["text_config"]["layer_types"] = kinds
+    path.write_text(json.dumps(written))
+    found = pooled(InProcessEngine(folder, dtype="float32"), encode(folder), normalize=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    written["text_config"]["embedding_dim"] = 0
+    path.write_text(json.dumps(written))
+    with pytest.raises(ValueError, match="embedding_dim must be a positive integer, not 0"):
+        read_model_spec(folder)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODERS)
 def test_classifiers_equal_transformers(name, tmp_path):
     """Three labels, for texts and for pairs, whose second text has a token type of its own in BERT."""

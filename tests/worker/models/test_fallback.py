@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from quire.engine.messages import SamplingParams
+from quire.engine.messages import AddRequest, SamplingParams
 from quire.worker.models.registry import DECODERS, model_class
 from tests.end_to_end.test_equals_transformers import LENGTHS, engine_for
 from tests.end_to_end.test_families import small_engine
@@ -47,6 +47,18 @@ FAMILIES = {
     "biogpt": {},  # learned positions
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+# the same, whose layers keep states
+WITH_STATES = {
+    "zamba": {  # all its hybrid layers share one module of attention
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "mamba_dt_rank": 4,
+        "mamba_d_state": 8,
+    }
+}
 POOLS = {"gemma2": 215, "gpt_oss": 215, "gemma4_text": 215}  # two groups of layers
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 _LATENT = {
@@ -77,7 +89,7 @@ FORCED = {
 def build(model_type: str, folder, dtype: str = "float32", **changes) -> str:
     import transformers
 
-    config = transformers.CONFIG_MAPPING[model_type](**_BASE | (FAMILIES | FORCED)[model_type] | changes)
+    config = transformers.CONFIG_MAPPING[model_type](**_BASE | (FAMILIES | FORCED | WITH_STATES)[model_type] | changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     _randomize(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -171,7 +183,6 @@ REFUSED = {
         {"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2] * 8}},
         "longrope.*longest sequence of a batch",
     ),
-    "minimax": (_EXPERTS | {"block_size": 8}, "MiniMax uses cache of its own"),
     "bloom": ({}, "0 of its 2 layers attend"),
     "gptj": ({}, "does not go through transformers' attention interface"),
     "t5gemma": ({}, "it has an encoder"),
@@ -184,7 +195,6 @@ REFUSED = {
     "xlstm": ({"num_heads": 4}, "recurrent state elsewhere"),
     "recurrent_gemma": ({}, "layer 0 neither attends .* nor keeps a state"),
     "rwkv": ({}, "recurrent state elsewhere"),
-    "zamba2": ({"layers_block_type": ["linear_attention", "hybrid"]}, "share one module of attention"),
 }
 
 
@@ -207,11 +217,10 @@ NOT_FORCED = {
     "hunyuan": "rope_type 'dynamic'",
     "phi3": "rope_type 'longrope'",
     "phi3-long": "rope_type 'longrope'",
-    "minimax": "MiniMax uses cache of its own",
-    "zamba2": "share one module of attention",
     "llama4": "masks attention in chunks",
     "mistral4": "no causal language model of the model type 'mistral4'",
     "hy_v4": "a pass without transformers' own cache",
+    "dots3_note": "a pass without transformers' own cache",
     "deepseek_v4": "(recurrent state elsewhere|no cache for)",
     "deepseek-v32": "sparse attention",
     "glm-5": "sparse attention",
@@ -219,7 +228,7 @@ NOT_FORCED = {
 
 
 # transformers bounds their time steps in the first tokens of a prompt, and not in those that pass one by one
-UNEVEN = ("mamba2", "nemotron_h", "nemotron_h-experts")
+UNEVEN = ("mamba2", "nemotron_h", "nemotron_h-experts", "zamba2")
 
 
 @pytest.mark.parametrize("name", [*families.FAMILIES, *families.BY_TRANSFORMERS, *CHECKPOINTS, *MOE_CHECKPOINTS])
@@ -254,15 +263,20 @@ def test_the_families_with_files_of_their_own(name, tmp_path):
         torch.testing.assert_close(torch.cat(logits)[compared], wanted[compared], atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["zaya", "lfm3", "granite4-mamba", "mamba"])
+@pytest.mark.parametrize("name", ["zaya", "lfm3", "granite4-mamba", "mamba", "minimax", *WITH_STATES])
 def test_models_with_states(name, tmp_path):
-    """Requests at once, chunks, preemption and prefix hits; the states of one do not touch those of another."""
-    folder = families.build_family(name, tmp_path)
+    """Requests at once, chunks, preemption, prefix hits, an abort; the states of one do not touch those of another."""
+    folder = (build if name in WITH_STATES else families.build_family)(name, tmp_path)
     rng = random.Random(1)
     prompts = [[rng.randrange(3, families.VOCAB) for _ in range(length)] for length in (1, 3, 17, 40, 70, 90)]
     engine = small_engine(folder, model_impl="transformers")
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
     first = engine.generate(prompts, sampling)
+    engine.scheduler.add(AddRequest("ended", prompts[-1][::-1], sampling))
+    for _ in range(3):  # a request is aborted when it has a state, whose pages are used again
+        step = engine.scheduler.schedule()
+        engine.scheduler.update(step, engine.executor.execute(step.input).result())
+    engine.scheduler.abort(["ended"])
     again = engine.generate(prompts[::-1], sampling)[::-1]
     engine.close()
     assert sum(result.num_cached_tokens for result in again) > 0, "no prefix was found again"
@@ -313,16 +327,3 @@ def test_who_computes_a_model(tmp_path):
     with pytest.raises(ValueError, match="architecture not supported: ApertusForCausalLM"):
         implementation("apertus", "ApertusForCausalLM", "quire")
     assert implementation("llama", "LlavaForConditionalGeneration") == "quire"  # the text part of a wrapper
-    with pytest.raises(ValueError, match=r"--tensor-parallel-size 2 does not work .*ApertusForCausalLM"):
-        _build_on_two_ranks(tmp_path)
-
-
-def _build_on_two_ranks(folder) -> None:
-    from quire.worker.models.registry import build_model, read_model_spec
-    from quire.worker.parallel import Group, use_groups
-
-    group = Group()
-    group.size = 2
-    build("apertus", folder)
-    with use_groups(tp=group):
-        build_model(read_model_spec(str(folder)), torch.float32, torch.device("meta"))

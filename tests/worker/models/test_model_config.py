@@ -62,8 +62,10 @@ def compare(spec, config) -> None:
         if key == "max_position_embeddings" and not any(layer.attends for layer in spec.layers):
             continue  # a model of states alone has no positions
         assert getattr(spec, key) == getattr(config, key), key
-    assert spec.norm_eps == next((getattr(config, key) for key in NORM_EPS if hasattr(config, key)), 1e-5)
-    for layer, kind, mine in zip(spec.layers, kinds(config), of_layers(config), strict=True):
+    given = [value for key in NORM_EPS if (value := getattr(config, key, None)) is not None]
+    assert spec.norm_eps == next(iter(given), 1e-5)
+    turning = getattr(config, "no_rope_layers", None) or [1] * len(spec.layers)  # 1: with rotary embedding
+    for layer, kind, mine, turns in zip(spec.layers, kinds(config), of_layers(config), turning, strict=True):
         if not layer.attends:
             continue
         heads = mine.num_attention_heads
@@ -71,8 +73,9 @@ def compare(spec, config) -> None:
         assert layer.num_kv_heads == (getattr(mine, "num_key_value_heads", None) or heads)
         head_dim = getattr(mine, "head_dim", None) or mine.hidden_size // heads
         if layer.latent is not None:
-            head_dim = config.qk_rope_head_dim
-            assert (layer.latent.rope_dim, layer.latent.nope_dim) == (head_dim, config.qk_nope_head_dim)
+            head_dim = config.qk_rope_head_dim if turns else 0
+            still = 0 if turns else config.qk_rope_head_dim
+            assert (layer.latent.rope_dim, layer.latent.nope_dim) == (head_dim, config.qk_nope_head_dim + still)
             assert (layer.latent.v_dim, layer.latent.rank) == (layer.v_head_dim, config.kv_lora_rank)
             assert layer.q_lora_rank == getattr(config, "q_lora_rank", None)
         assert layer.head_dim == (config.qk_head_dim if layer.latent else head_dim)
@@ -131,6 +134,7 @@ _ELSEWHERE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [one for one in (*WITH_DEFAULTS, *sorted(WRAPPED)) if one not in _ELSEWHERE])
 def test_defaults_are_those_of_transformers(architecture):
     config = default_config(architecture)
@@ -142,7 +146,13 @@ def test_defaults_are_those_of_transformers(architecture):
 # what these have beyond other models, the index of sparse attention, is not served
 INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
 # transformers has these only beside an encoder (test_seeing_families.py); the last one lists its layers
-SEEING = ("Glm5NextForCausalLM", "MuseGlimmerForCausalLM", "Step3p5ForCausalLM", "Zamba2ForCausalLM")
+SEEING = (
+    "Glm5NextForCausalLM",
+    "MistralLarge4ForCausalLM",
+    "MuseGlimmerForCausalLM",
+    "Step3p5ForCausalLM",
+    "Zamba2ForCausalLM",
+)
 
 
 # transformers builds none of the first's default config, which has no number of experts, and the second's table of
@@ -476,3 +486,22 @@ def test_broken_weight_header(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ValueError, match=r"cannot read the weights in .*model\.safetensors: .*download it again"):
         read_model_spec(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_source_layers": [0, 0, 1, 3]}, "kv_source_layers: layer 2 must read its own keys or .* not .* layer 1"),
+        ({"kv_source_layers": [0, 3, 2, 3]}, "kv_source_layers: layer 1 must read .* not those of layer 3"),
+        ({"kv_source_layers": [0, 1, 2, 0]}, "layer 3 must read .* also a rotary embedding, or none, .* layer 0"),
+        ({"no_rope_layers": [1, 1]}, "no_rope_layers must have an entry for each of 4 layers, not 2"),
+    ],
+)
+def test_layers_that_read_others_latents(changes, message):
+    config = {"architectures": ["MistralLarge4ForCausalLM"], "num_hidden_layers": 4}
+    shared = parse_model_spec(config | {"kv_source_layers": [0, 0, 2, 3]})
+    assert [layer.kv_from for layer in shared.layers] == [None, 0, None, None]
+    assert [layer.rope for layer in shared.layers] == ["default"] * 3 + [None]
+    assert shared.max_model_len == 2048 and "index_topk" in shared.why_shorter
+    with pytest.raises(ValueError, match=message):
+        parse_model_spec(config | changes)

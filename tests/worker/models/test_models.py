@@ -59,6 +59,7 @@ def reference_logits(folder: str, texts: list[list[int]], dtype: str = "float32"
     return [reference(torch.tensor([ids])).logits[0].float() for ids in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     CASES,
@@ -84,6 +85,7 @@ def test_logits_equal_transformers(checkpoint, name, overrides, kernels):
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_bfloat16_agrees_where_the_margin_is_clear(checkpoint, name, kernels):
     folder = checkpoint(name, dtype="bfloat16")

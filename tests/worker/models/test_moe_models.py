@@ -269,6 +269,7 @@ def test_contexts_beyond_the_index_are_refused_with_the_reason(checkpoint, name)
         limits("801")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [fp8(16), fp8(None), gptq(4, 16), awq(16)], ids=["fp8", "fp8-tensor", "gptq", "awq"])
 def test_quantized_latent_attention(checkpoint, tmp_path, stored):
     """`kv_b_proj`, which attention multiplies from both sides, is dequantized."""

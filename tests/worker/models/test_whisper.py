@@ -188,6 +188,7 @@ def test_resubmission_goes_on(built, engine):
     assert whole[:9] + rest == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_first", [50, 3])
 def test_timestamps(built, engine, max_first):
     model, folder = built
@@ -258,6 +259,7 @@ def test_two_ranks(built, engine):
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
 
 
+@pytest.mark.slow
 def test_pipeline_stages_are_refused(built):
     with pytest.raises(ValueError, match="--pipeline-parallel-size must be 1 for WhisperForCausalLM, whose layers all"):
         InProcessEngine(str(built[1]), pipeline_parallel_size=2)

@@ -8,6 +8,7 @@ import torch
 from quire.worker.cpu.device import _num_threads
 from quire.worker.cuda.device import CudaPlatform
 from quire.worker.host import resources as host
+from quire.worker.platforms.base import is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,15 @@ def test_threads_that_were_asked_for(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert _num_threads(5, 2, 2) == (5, "as requested")
     assert _num_threads(None, 2, 2) == (3, "OMP_NUM_THREADS")
+
+
+def test_what_counts_as_out_of_memory():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2, 3) @ torch.empty(2, 3)
+    assert not is_out_of_memory(raised.value)
 
 
 @pytest.mark.parametrize("cores, ranks, blocking", [(2, 1, True), (16, 1, False), (16, 4, True), (64, 8, False)])

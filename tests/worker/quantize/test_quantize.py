@@ -60,6 +60,7 @@ def decoded(tensors: dict[str, torch.Tensor], config: dict) -> dict[str, torch.T
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("form", ["int4", "int8", "w8a8", "fp8"])
 def test_the_package_and_transformers_read_the_same_weights(tmp_path, form, method):
@@ -115,6 +116,7 @@ def test_experts(tmp_path, name):
     assert float((logits_of(load(tmp_path / "out")) - exact).norm()) < 0.3 * float(exact.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi3", "gemma2", "glm4", "qwen3_5", "nemotron_h"])
 def test_fused_and_reordered_weights(tmp_path, name):
     sizes = {"intermediate_size": 48} if name == "qwen3_5" else {}  # a multiple of the group
@@ -129,6 +131,7 @@ def test_fused_and_reordered_weights(tmp_path, name):
     assert 0 < float((found - expected).norm()) < 0.05 * float(expected.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("group", [32, 96, 256, -1])
 def test_gptq_changes_outputs_less(act_order, group):

@@ -112,6 +112,7 @@ def eagle_engine(target: str, head: Path, num: int | None = 3, **settings):
     return engine_of(target, speculative_config=json.dumps(config), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "embedding", "changes"),
     [("midlayer", False, {}), ("layers.0", True, {"norm_before_residual": True})],
@@ -123,6 +124,7 @@ def test_drafts_are_those_of_the_twin_and_change_no_token(checkpoint, tmp_path, 
     check_drafts(engine, twin, VOCAB)
 
 
+@pytest.mark.slow
 def test_bits_are_those_without(checkpoint, tmp_path, native_kernels):
     """Also of a server without a head, whose layers run as one call."""
     eagle_checkpoint(tmp_path / "head")

@@ -216,6 +216,7 @@ _row = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.lists(_row, min_size=1, max_size=6), st.integers(0, 1000), st.data())
 def test_batches_are_their_rows_by_definition(requests, seed, data):

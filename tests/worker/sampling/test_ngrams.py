@@ -56,6 +56,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(requests=REQUESTS, chunk=st.sampled_from([1, 64, 1 << 24]))
 def test_equals_plain_loops(requests, chunk):

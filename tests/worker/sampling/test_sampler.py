@@ -264,6 +264,7 @@ def _filters(kind: str) -> dict[str, list]:
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_p", [False, True])
 @pytest.mark.parametrize("kind", ["top_k", "top_p", "both"])
 def test_blocks_and_the_whole_row_agree(kind, min_p, monkeypatch):

@@ -9,11 +9,13 @@ import shutil
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.worker.messages import NewRequest, NoRepeatNgram, SamplingParams, StepInput, ThinkingBudget
 from quire.worker.sampling.grammar import GrammarRows
 from quire.worker.sampling.speculation.choice import Speculation
-from quire.worker.sampling.speculation.costs import Odds, Plan, StepCosts
+from quire.worker.sampling.speculation.costs import KNOTS, Odds, Plan, StepCosts
 from quire.worker.sampling.speculation.drafter import History
 from quire.worker.sampling.speculation.earlier import SEGMENT, EarlierTexts, Progress
 from quire.worker.sampling.speculation.lookup import MAX_SEARCHED, LookupDrafter, PredictionDrafter, longest_match
@@ -112,6 +114,7 @@ class Wrong:
         return [511] * limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -180,6 +183,7 @@ def test_the_choice_and_its_reason_are_reported(checkpoint, settings, value, rea
     assert (engine.scheduler.flush_stats().num_drafts > 0) == (value == "suffix")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "more"),
     [("qwen3_5", {}), ("lfm2", {"steps_in_flight": 2}), ("jamba", {}), ("mamba2", {"num_gpu_blocks_override": None})],
@@ -280,6 +284,39 @@ def test_as_many_drafts_are_verified_as_pay_together():
     for _ in range(100):
         odds.forget()
     assert odds.probability > 0.8  # tried again
+
+
+@given(
+    st.lists(st.floats(0.001, 1.0), min_size=16, max_size=16),
+    st.integers(1, 40),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(1, 16)), max_size=4),
+    st.integers(1, 16),
+    st.floats(0, 1),
+)
+def test_drafts_are_not_looked_for_where_none_pay(increases, num_rows, taken, limit, probability):
+    costs = StepCosts()
+    costs.measured(dict(zip(KNOTS.tolist(), np.cumsum(increases).tolist())))
+    plan = Plan(costs, num_rows)
+    for odds, number in taken:
+        plan.take(odds, number)
+    if probability <= plan.least_odds(limit):
+        assert plan.take(probability, limit) == 0
+
+
+def test_a_step_of_many_rows_looks_for_no_drafts():
+    costs = StepCosts(slope=1.0)  # a draft takes as long as a step
+    speculator = Speculator(Speculation(lookup=(1, 8)), None, 16, costs=costs)
+    speculator.drafters = [_NeverAsked()]
+    for row in range(4):
+        speculator.add(row, NewRequest(row, [1, 2, 1, 2], 4, [[0]], SamplingParams(max_tokens=9)))
+    step = StepInput(0, [], [0, 1, 2, 3], [3] * 4, [1] * 4, [[]] * 4, [0, 1, 2, 3])
+    assert speculator.after_step(step, {}, [[1]] * 4) == ({}, [])
+
+
+class _NeverAsked:
+    def propose(self, row, history, limit):
+        raise AssertionError("drafts were looked for")
+
 
 
 def test_costs_are_measured_while_idle_and_leave_no_trace(checkpoint, native_kernels):
@@ -427,6 +464,7 @@ def found_after(texts: EarlierTexts, tail: np.ndarray) -> list[int] | None:
     return found[place : place + 4].tolist() if length == 16 else None
 
 
+@pytest.mark.slow
 def test_two_tenants_with_adapters_over_two_turns_equal_no_speculation(checkpoint, tmp_path, native_kernels):
     folder = checkpoint("qwen3")
     adapter = use(make_adapter(tmp_path / "adapter", folder, 8, seed=1))
@@ -487,6 +525,7 @@ def drafting_engine(target: str, draft: str, num: int | None = 3, **settings) ->
     return engine_of(target, **drafted(draft, num) | settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 4, None])
 def test_a_model_that_drafts_for_itself_is_always_right(checkpoint, num):
     """Its keys and values are where the model's are, whatever the chunks, shared prefixes and drafts before."""
@@ -509,6 +548,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoint, num):
         assert num is None or stats.num_draft_tokens <= stats.num_drafts * num
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"num_gpu_blocks_override": 13, "max_model_len": "128"}, {"max_num_batched_tokens": 24}]
 )
@@ -544,6 +584,7 @@ def test_draft_models_that_cannot_draft_are_refused_at_start(checkpoint, tmp_pat
     assert "the vocabularies differ in 1 tokens: token" in refused(target, str(other))
 
 
+@pytest.mark.slow
 def test_a_draft_model_counts_in_the_plan(checkpoint):
     """Its weights, and its keys and values in the same blocks."""
     target, draft = checkpoint("qwen3"), checkpoint("qwen3", seed=1, num_hidden_layers=1, head_dim=16)

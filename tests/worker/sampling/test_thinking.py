@@ -84,6 +84,7 @@ thinkings = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(scripts.filter(bool), scripts, thinkings), min_size=1, max_size=4))
 def test_the_definition(requests):

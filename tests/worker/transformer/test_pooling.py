@@ -15,6 +15,8 @@ from quire.worker.weights.gguf_tensors import read_tensor
 from tests.helpers.in_process import InProcessEngine
 from tests.helpers.models.embedders import TEXTS, build_embedder, reference_embeddings
 
+pytestmark = pytest.mark.slow
+
 MODES = ["lasttoken", "mean", "cls", "max", "mean_sqrt_len_tokens", "weightedmean"]
 
 
@@ -42,7 +44,6 @@ def embedder(request, tmp_path_factory):
     return build_embedder("qwen3", folder, mode=request.param, normalize=request.param in ("lasttoken", "mean"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [2048, 7])
 def test_equals_sentence_transformers(embedder, chunk):
     engine = InProcessEngine(embedder, dtype="float32", max_num_batched_tokens=chunk, max_num_seqs=4)

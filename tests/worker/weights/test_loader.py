@@ -274,6 +274,7 @@ def test_dummy_weights_are_random_seeded_and_never_zero(checkpoint, tmp_path):
     assert len({tuple(row[:4].tolist()) for row in embedding}) == len(embedding)  # no two rows alike
 
 
+@pytest.mark.slow
 def test_dummy_weights_are_fast(checkpoint):
     # a hundred million weights
     spec = read_model_spec(checkpoint("qwen3"))

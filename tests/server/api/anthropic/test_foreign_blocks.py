@@ -52,6 +52,7 @@ def said(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_no_block_ends_a_conversation(pair, name):
     server, script = pair

@@ -355,6 +355,7 @@ def test_async_client_streams(plain):
     assert asyncio.run(read()) == "Hello"
 
 
+@pytest.mark.slow
 def test_bytes_on_the_wire(plain):
     """Every event has the name of its type, and nothing follows message_stop."""
     server, script = plain

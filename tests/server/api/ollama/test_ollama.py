@@ -271,6 +271,7 @@ def test_the_async_client_and_the_bytes_on_the_wire(plain):
     assert lines[-1]["done"] and not any(line["done"] for line in lines[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded", "application/octet-stream"])
 def test_programs_may_send_another_content_type(plain, content_type):
     """LiteLLM and curl do; a web page, which sends its Origin, must not."""

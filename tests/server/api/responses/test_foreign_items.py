@@ -58,6 +58,7 @@ def item_of(kind: type) -> dict[str, Any]:
     return item | ({"call_id": "c"} if item.get("type") == "function_call_output" else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TYPES if not name.endswith("ItemReference")])
 def test_no_item_ends_a_conversation(pair, name):
     """And every one comes back from a stored conversation as it went in."""
@@ -227,6 +228,7 @@ def test_calls_are_rendered_with_their_results(pair, items, texts):
     assert prompt(server, script).startswith(sent.removesuffix("<|im_start|>assistant\n"))
 
 
+@pytest.mark.slow
 def test_a_template_that_wants_turns_takes_calls_and_results(tmp_path):
     """It knows no tools: calls and results are text, and a result and the user's words after it are one message."""
     template = LLAMA2.replace("bos_token", "''").replace("eos_token", "''")

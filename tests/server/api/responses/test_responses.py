@@ -563,6 +563,7 @@ def test_async_client_streams(plain):
     assert asyncio.run(read()) == "Hello"
 
 
+@pytest.mark.slow
 def test_what_the_sdk_has_and_this_server_has_not(server):
     with pytest.raises(openai.NotFoundError, match="type compaction_trigger"):
         server.openai.responses.compact(model=MODEL, input="hi")

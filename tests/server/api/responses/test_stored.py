@@ -215,6 +215,7 @@ def test_an_answer_outlives_a_failure_of_the_store(pair, monkeypatch):
     assert answer.output_text == "Hi" and answer.to_dict()["store"] is False
 
 
+@pytest.mark.slow
 def test_a_file_survives_a_restart(tmp_path):
     folder = write_folder(tmp_path, CHATML)
     path = str(tmp_path / "responses.sqlite")
@@ -231,6 +232,7 @@ def test_a_file_survives_a_restart(tmp_path):
         assert "c1" in prompt(server, script)
 
 
+@pytest.mark.slow
 def test_keys_see_their_own(model_folder):
     with running_server(model_folder, api_key=["one", "two"]) as server:
         server.wait_ready()
@@ -386,6 +388,7 @@ def test_wrong_queries(pair):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
+@pytest.mark.slow
 def test_a_shutdown_ends_what_runs(tmp_path):
     path = str(tmp_path / "responses.sqlite")
     folder = write_folder(tmp_path, CHATML)

@@ -227,6 +227,7 @@ def test_sagemakers_contract(pair):
     )
 
 
+@pytest.mark.slow
 def test_tokenizer_info_and_what_is_not_here(pair):
     server, _ = pair
     info = server.http.get("/tokenizer_info").json()

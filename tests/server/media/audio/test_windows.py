@@ -28,6 +28,7 @@ def cut(samples: np.ndarray, size: int = 50_000):
     return list(windows(blocks(samples, size), Cutting(), 3600))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1000, 123_457, 10_000_000])
 def test_nothing_is_lost(size):
     samples = sound(1, 97.3)

@@ -110,6 +110,7 @@ def check(arguments: tuple, kind: torch.dtype, dtype: torch.dtype) -> None:
         assert_near(got, want, max(roundings * ROUNDING[dtype], 3e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
@@ -118,6 +119,7 @@ def test_attention_decode(kernels, rng, dtype, head_dim, kind):
     check(_paged_case(rng, dtype, [1] * 4, contexts, head_dim)[0], kind, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
@@ -136,6 +138,7 @@ def test_attention_to_values_of_another_size(kernels, rng, dtype, kind):
 LATENTS = [(576, 512), (288, 256), (96, 64), (80, 64)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", LATENTS)

@@ -74,7 +74,26 @@ def test_every_kernel_compiles_without_spills():
         "_multiply_tiles_kernel",
         "_dequantize_kernel",
         "_round_kernel",
+        "_fixed_kernel",
+        "_rows_kernel",
+        "_delta_kernel",
+        "_gated_norm_kernel",
+        "_write_latents_kernel",
+        "_rotate_kernel",
     }
+
+
+@pytest.mark.slow
+def test_compiled_kernels_are_found_in_the_cache(tmp_path):
+    """What is compiled without a GPU is what a launch looks for: the second time nothing is compiled."""
+    arguments = "--cache", str(tmp_path), "--capability", "90", "--part", "step"
+    first = compile_kernels(*arguments)
+    assert first.returncode == 0 and "sm_90: " in first.stdout, first.stdout + first.stderr
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")}
+    assert len(files) >= 3
+    again = compile_kernels(*arguments)
+    assert again.stdout == first.stdout
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")} == files
 
 
 LAUNCHES = """

@@ -29,6 +29,7 @@ def check(ids, hidden, size, num, activation, biases, first=0, weigh_inputs=Fals
     torch.testing.assert_close(triton_experts.fused_experts(*args), fused_experts(*args), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "clamped_silu"])
 @pytest.mark.parametrize("weigh_inputs", [False, True])
 def test_forms(activation, weigh_inputs):
@@ -42,6 +43,7 @@ def test_wide_tiles():
     check(ids, 40, 24, 2, "silu", True)
 
 
+@pytest.mark.slow
 def test_tiles_of_prompts(monkeypatch):
     """More than 96 rows per expert, whose tiles have 128 rows in 16 bits; results of other ranks' experts are never
     read, whatever the memory held before.

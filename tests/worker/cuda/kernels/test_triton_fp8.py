@@ -97,6 +97,7 @@ def make_layer(cls, n: int, k: int, gated: bool = False):
     return layer.to(DEVICE), weight.dequantized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Float8Blocks, Float8Channels])
 def test_what_feeds_a_product_rounds_for_it(cls, monkeypatch):
     """A norm, the product with an activation and the product after it take no launch for rounding, and few rows none of
@@ -126,6 +127,7 @@ def test_what_feeds_a_product_rounds_for_it(cls, monkeypatch):
     torch.testing.assert_close(again, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weigh_inputs", [False, True])
 def test_experts(weigh_inputs):
     """Of whom some have no row, others more than a tile; those from 3 on are of another rank."""

@@ -35,6 +35,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW])
 @pytest.mark.parametrize("group", [32, 128, None])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -88,6 +89,7 @@ def random_codes(kind: str, n: int, k: int) -> Groups:
     return Groups(codes.to(torch.int8) - 8, scales, None, 4, group, None, table, row_scales)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW])
 @pytest.mark.parametrize("kind", CODES)
 def test_4_bit_codes(kind, dtype):
@@ -146,6 +148,7 @@ def test_floats_of_8_bits_multiply_many_rows_as_such():
     assert 1e-4 < error < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_blocks(kind):
     n, k = 24, 512
@@ -278,6 +281,7 @@ def test_experts_of_a_kind_are_one_call(kind, bias):
     assert grouped_experts(experts) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", "act-order", *CODES, "IQ4_NL", "plain"])
 def test_the_call_does_not_wait_for_the_device(kind, monkeypatch):
     """So that a step can be recorded: tables are on the device after the first call."""

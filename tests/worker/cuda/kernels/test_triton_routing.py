@@ -25,6 +25,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
 def test_routes_as_torch(name, dtype):
@@ -48,6 +49,7 @@ def test_equals_and_numbers_that_are_none():
     assert weights[1:].isnan().any(1).all() and ((ids >= 0) & (ids < 6)).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     ids=st.lists(st.integers(0, 9), min_size=1, max_size=60) | st.just([3, 9, 1] * 430),

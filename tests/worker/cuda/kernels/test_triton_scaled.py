@@ -34,6 +34,7 @@ def equal(a: ScaledCache, b: ScaledCache) -> bool:
     return torch.equal(a.scales, b.scales) and torch.equal(a.values.view(torch.int8), b.values.view(torch.int8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -50,6 +51,7 @@ def test_the_bits_that_are_stored(dtype, kind, constant):
     assert equal(ours, twin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("norm", [False, True])

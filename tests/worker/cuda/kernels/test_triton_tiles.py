@@ -84,6 +84,7 @@ def test_a_weight_fits_tiles_only_if_they_divide_it():
     assert torch.equal(rows_of(in_tiles(weight.values, 32), ids), weight.values[ids])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, num", [("int4", 2), ("e4m3", 8), ("Q4_K", 2)])
 def test_splits_sum_all_columns_once(kind, num):
     """Also where a split has no step left, and again with the counters that the first product left."""
@@ -121,6 +122,7 @@ def make_layer(weight: Groups) -> ColumnParallelLinear:
     return layer.to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, group", [("int4", 32), ("zeros", 128), ("e2m1", 16), ("e8m0", 32), ("int8", None)])
 def test_many_rows_are_multiplied_by_dequantized_pieces(kind, group, monkeypatch):
     """Of 64 outputs each; and few rows before and after, and rows of a tied embedding."""

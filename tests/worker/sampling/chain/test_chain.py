@@ -91,6 +91,7 @@ PARAMS = st.builds(
 CONTEXT = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(requests=st.lists(st.tuples(CONTEXT, PARAMS), min_size=1, max_size=4), seed=st.integers(0, 1 << 30))
 def test_distributions_are_those_of_the_definitions(requests, seed):
@@ -136,6 +137,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_follow_the_distribution(case):
     """Chi-square of 4,000 draws."""
@@ -178,6 +180,7 @@ def test_mirostat_follows_its_definition_over_many_tokens(version):
     assert len({round(s, 3) for s in surprises}) > 20
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     context=st.lists(st.integers(0, 4), min_size=1, max_size=60),
@@ -212,6 +215,7 @@ def test_long_contexts_take_little_memory():
     assert torch.isfinite(found).all() and (found > 1e30).sum() == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(requests=st.lists(st.tuples(CONTEXT, PARAMS), min_size=2, max_size=5), seed=st.integers(0, 1 << 30))
 def test_alone_and_in_a_crowd(requests, seed):

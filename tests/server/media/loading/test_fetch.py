@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from quire.configs.config import Config, ModelConfig
 from quire.configs.serving import MediaConfig
 from quire.server.errors import NotInstalled
-from quire.server.media.addresses import is_public
-from quire.server.media.fetch import MAX_REDIRECTS, MAX_URL, Fetcher, Refused
-from quire.server.media.inputs import ImageInput
+from quire.server.media.inputs import MediaInput
+from quire.server.media.loading.addresses import is_public
+from quire.server.media.loading.fetch import MAX_REDIRECTS, MAX_URL, Fetcher, Refused
 from quire.server.media.service import Images
 from quire.server.text.tokenizer import Tokenizer
 from tests.helpers.server.asking import CHAT, is_error
@@ -202,6 +202,7 @@ def test_other_hosts_are_not_asked_for():
     assert not served.requests and not names.questions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", [address for address in PRIVATE if address])
 def test_names_that_resolve_to_private_addresses(address):
     """One private address among several is enough. Nothing is connected to."""
@@ -257,6 +258,7 @@ def test_redirects_are_followed_and_checked_again():
     assert names.questions == ["a.example", "a.example", "b.example"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "location, says",
     [
@@ -412,7 +414,7 @@ def test_without_pillow_requests_with_images_are_refused(seeing_folder, monkeypa
     images = Images(Config(model=ModelConfig(model=seeing_folder)))
     images.open(seeing_folder, Tokenizer.load(seeing_folder))
     for refused in (
-        lambda: asyncio.run(images.load([ImageInput(param="messages.0")], None, None, "messages", 9, "a")),
+        lambda: asyncio.run(images.load([MediaInput(param="messages.0")], None, None, "messages", 9, "a")),
         lambda: images.check_options({"size": 1}),
     ):
         with pytest.raises(NotInstalled, match=r"pip install 'quire\[files\]'") as raised:
