@@ -26,16 +26,29 @@ RUN python -m venv /opt/quire \
     && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 print(*project['dependencies'], *project['optional-dependencies']['files'], sep='\n')" > requirements.txt
 
-# The native kernels for every instruction-set level, so that the image needs no compiler.
-FROM python:${PYTHON_VERSION}-slim AS kernels
+# The native kernels for every instruction-set level, so that the image needs no compiler. For another kind of machine
+# they are cross-compiled: a compiler under emulation is slow.
+FROM --platform=$BUILDPLATFORM python:${PYTHON_VERSION}-slim AS kernels
+ARG BUILDARCH
+ARG TARGETARCH
 # hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ \
+RUN case "$TARGETARCH" in \
+        "$BUILDARCH") package=g++ ;; \
+        arm64) package=g++-aarch64-linux-gnu ;; \
+        amd64) package=g++-x86-64-linux-gnu ;; \
+    esac \
+    && apt-get update \
+    && apt-get install -y --no-install-recommends "$package" \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /kernels
 COPY worker/cpu/build.py ./
 COPY worker/cpu/csrc ./csrc
-RUN python build.py --into prebuilt
+RUN case "$TARGETARCH" in \
+        "$BUILDARCH") compiler=g++ ;; \
+        arm64) compiler=aarch64-linux-gnu-g++ ;; \
+        amd64) compiler=x86_64-linux-gnu-g++ ;; \
+    esac \
+    && CXX="$compiler" python build.py --into prebuilt
 
 FROM build AS build-cpu
 ARG PIP_INDEX_URL
@@ -61,17 +74,13 @@ COPY --from=kernels /kernels/prebuilt ./worker/cpu/prebuilt
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/quire/bin/pip install -c constraints.txt --no-deps . \
     && ln -s /opt/quire/lib/python3.*/site-packages/quire/cli/health.py /opt/quire/health.py
-# What a server never reads, a third of the size: torch's tests, headers and symbols, and the byte code of packages
-# of which a start imports little or nothing. torch refuses to be imported without torch_shm_manager.
+# What no server reads, and symbols: a third of the size.
 # hadolint ignore=DL3008,DL3003
 RUN apt-get update \
     && apt-get install -y --no-install-recommends binutils \
     && rm -rf /var/lib/apt/lists/* \
+    && /opt/quire/bin/python tools/slim.py \
     && cd /opt/quire/lib/python3.*/site-packages \
-    && rm -rf torch/test torch/include torch/share \
-    && find torch/bin -type f ! -name torch_shm_manager -delete \
-    && find numpy sympy networkx mpmath -type d -name tests -prune -exec rm -rf {} + \
-    && find sympy networkx mpmath transformers/models -type d -name __pycache__ -prune -exec rm -rf {} + \
     && find torch/lib -name 'lib*.so' -exec strip --strip-unneeded {} +
 
 FROM build AS build-cuda
@@ -86,6 +95,12 @@ COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/quire/bin/pip install -c constraints.txt --no-deps . \
     && ln -s /opt/quire/lib/python3.*/site-packages/quire/cli/health.py /opt/quire/health.py
+# The Triton kernels of the usual variants, so that a first start compiles few; no GPU is needed.
+ARG CAPABILITIES="80 90 100"
+RUN for capability in $CAPABILITIES; do \
+        /opt/quire/bin/python -m tools.compile_kernels --cache /opt/quire/share/quire/triton --capability "$capability" \
+        || exit 1; \
+    done
 
 # ---- common to both images: a user, a cache, a probe
 

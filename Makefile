@@ -9,7 +9,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 JOBS ?= 2
 
-.PHONY: serve test quick soak faults lint docs constraints wheel install install-dev clean
+.PHONY: serve test quick soak faults lint docs constraints wheel install install-dev clean no-interpreter
 
 install: $(SERVE_STAMP)
 
@@ -19,9 +19,14 @@ $(SERVE_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
+# after an upgrade removed its interpreter, the environment is made again
+ifeq ($(realpath $(VENV)/bin/python),)
+$(SERVE_STAMP) $(DEV_STAMP): no-interpreter
+endif
+
 # Additional packages for tests and lint: pytest, ray, triton and others, over a gigabyte; real models, 440 MB.
 $(DEV_STAMP): $(SERVE_STAMP)
-	@$(PYTHON) tools/install.py $(VENV) dev,clients,otel
+	@$(PYTHON) tools/install.py $(VENV) dev,clients,otel,audio,video
 	@$(VENV)/bin/python tools/fetch_models.py
 	@touch $@
 
@@ -72,3 +77,5 @@ constraints:
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
+
+no-interpreter:
