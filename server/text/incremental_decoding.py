@@ -25,11 +25,20 @@ _CONTINUATIONS = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-def without_unfinished(data: bytes) -> bytes:
-    """Return the UTF-8 without the bytes of an incomplete character at its end."""
+def unfinished(data: bytes) -> bytes:
+    """Return the bytes at the end of the UTF-8 that begin a character without completing it.
+
+    Python's decoder also waits after two bytes of a surrogate (ED A0 to ED BF), which are invalid whatever follows.
+    """
     decoder = _utf8("replace")
     decoder.decode(data)
-    return data[: len(data) - len(decoder.getstate()[0])]
+    pending = decoder.getstate()[0]
+    return b"" if pending[:1] == b"\xed" and pending[1:] >= b"\xa0" else pending
+
+
+def without_unfinished(data: bytes) -> bytes:
+    """Return the UTF-8 without the bytes of an incomplete character at its end."""
+    return data[: len(data) - len(unfinished(data))]
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -77,7 +86,7 @@ class ByteStream:
         self._decoder = _utf8("replace")
         self.held = False
         # the output completes an unfinished character of the prompt
-        self._decoder.decode(self._last_bytes(prompt_ids))
+        self._decoder.decode(unfinished(self._last_bytes(prompt_ids)))
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
         """Return the last 4 or more bytes of the prompt, or all if it is shorter; an unfinished character has at most
@@ -102,9 +111,10 @@ class ByteStream:
 
     def finish(self) -> str:
         """End a text: an unfinished character is left out, and the next `push` begins a character."""
+        pending = self._decoder.getstate()[0]
         self._decoder.reset()
         self.held = False
-        return ""
+        return without_unfinished(pending).decode(errors="replace")
 
 
 class PieceDecoding:
@@ -191,12 +201,11 @@ class PieceStream:
             if isinstance(piece, str):
                 break
             run = (piece or b"") + run
-        decoder = _utf8("strict")
         try:
-            decoder.decode(run)
+            without_unfinished(run).decode()
         except UnicodeDecodeError:
             return b""
-        return decoder.getstate()[0]
+        return unfinished(run)
 
     def push(self, ids: Iterable[int]) -> str:
         texts: list[str] = []

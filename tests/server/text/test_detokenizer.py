@@ -98,6 +98,18 @@ def ends_in_byte_run(tokenizer, ids, skip):
     return isinstance(decoding, PieceDecoding) and any(isinstance(decoding.piece(i), bytes) for i in visible[-1:])
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "suffix_bpe"])
+def test_every_pair_of_bytes_at_the_end(tokenizers, kind):
+    """Two bytes that begin a character are left out; any others are decoded, as by Python's strict decoder."""
+    tokenizer = tokenizers[kind]
+    token_of = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
+    letter = tokenizer.encode("a", False)
+    for first, second in itertools.product((0x80, 0xC1, 0xC3, 0xE0, 0xED, 0xEF, 0xF0, 0xF4, 0xFF), range(0x80, 0x100)):
+        if bytes([first]) in token_of and bytes([second]) in token_of:
+            ids = [*letter, token_of[bytes([first])], token_of[bytes([second])]]
+            assert run(Detokenizer(tokenizer, []), [[i] for i in ids]) == whole_text(tokenizer, ids)
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "llama2"])
 def test_output_completes_a_character_that_the_prompt_began(tokenizers, kind):
     tokenizer = tokenizers[kind]
