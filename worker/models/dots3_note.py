@@ -141,7 +141,7 @@ class Dots3Note(Indexed):
     def windowed(cls, values: dict[str, Any], raw: dict[str, Any], index: int) -> dict[str, Any]:
         """Return `values` with the sizes of layer `index`, which has a window."""
         if (by_layer := values["per_layer_config"]) is not None:  # what differs from the other layers
-            own = by_layer.get(str(index)) or {}
+            own = {int(key): sizes for key, sizes in by_layer.items()}.get(index) or {}  # keys may be "02"
             own = {name: own.get(name, raw.get(name, values[name])) for name in (*_WINDOWED, "qk_rope_head_dim")}
         else:
             own = {name: raw.get(f"swa_{name}", default) for name, default in _WINDOWED.items()}

@@ -48,7 +48,7 @@ def kinds(config) -> list[str]:
 def ropes(config) -> dict[str, dict]:
     """The rotary embedding of each attention kind."""
     found = getattr(config, "rope_parameters", None) or {}
-    return found if FULL in found else dict.fromkeys(kinds(config), found)
+    return found if found.keys() & set(kinds(config)) else dict.fromkeys(kinds(config), found)
 
 
 def of_layers(config) -> list:
@@ -73,12 +73,14 @@ def compare(spec, config) -> None:
         assert layer.num_kv_heads == (getattr(mine, "num_key_value_heads", None) or heads)
         head_dim = getattr(mine, "head_dim", None) or mine.hidden_size // heads
         if layer.latent is not None:
-            head_dim = config.qk_rope_head_dim if turns else 0
-            still = 0 if turns else config.qk_rope_head_dim
-            assert (layer.latent.rope_dim, layer.latent.nope_dim) == (head_dim, config.qk_nope_head_dim + still)
-            assert (layer.latent.v_dim, layer.latent.rank) == (layer.v_head_dim, config.kv_lora_rank)
-            assert layer.q_lora_rank == getattr(config, "q_lora_rank", None)
-        assert layer.head_dim == (config.qk_head_dim if layer.latent else head_dim)
+            head_dim = mine.qk_rope_head_dim if turns else 0
+            still = 0 if turns else mine.qk_rope_head_dim
+            assert (layer.latent.rope_dim, layer.latent.nope_dim) == (head_dim, mine.qk_nope_head_dim + still)
+            assert (layer.latent.v_dim, layer.latent.rank) == (layer.v_head_dim, mine.kv_lora_rank)
+            assert layer.q_lora_rank == getattr(mine, "q_lora_rank", None)
+            assert layer.head_dim == mine.qk_nope_head_dim + mine.qk_rope_head_dim
+        else:
+            assert layer.head_dim == head_dim
         size = getattr(mine, "intermediate_size", None)
         size = size[0] if isinstance(size, list) else size
         size = size or getattr(mine, "ffn_dim", None) or 4 * mine.hidden_size
@@ -92,6 +94,7 @@ def compare(spec, config) -> None:
             whole = (
                 theirs["rope_type"] == "proportional" or spec.model_type == "mistral4"
             )  # the factor is not of this head
+            whole |= layer.latent is not None  # rope_dim is the rotated part
             assert rope.rotary_dim == int(head_dim * (1.0 if whole else theirs.get("partial_rotary_factor") or 1.0))
 
 
@@ -143,8 +146,17 @@ def test_defaults_are_those_of_transformers(architecture):
     compare(parse_model_spec({"architectures": [architecture]}), config)
 
 
+def test_sizes_by_layer_under_keys_of_two_digits():
+    """transformers pads the keys of per_layer_config with zeros in models of more than ten layers."""
+    sizes = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_kv_lora_rank": 96, "swa_v_head_dim": 48}
+    config = default_config("Dots3NoteForCausalLM", num_hidden_layers=14, swa_qk_nope_head_dim=40, **sizes)
+    raw = json.loads(config.to_json_string())
+    assert "02" in raw["per_layer_config"]
+    compare(parse_model_spec(raw | {"architectures": ["Dots3NoteForCausalLM"]}), config)
+
+
 # what these have beyond other models, the index of sparse attention, is not served
-INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
+INDEXED = ("DeepseekV32ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
 # transformers has these only beside an encoder (test_seeing_families.py); the last one lists its layers
 SEEING = (
     "Glm5NextForCausalLM",
@@ -165,6 +177,7 @@ WITHOUT_BIAS = {
     ("attention_bias", "BailingHybridForCausalLM"),
     ("attention_bias", "BailingMoeV3ForCausalLM"),
     ("attention_bias", "KimiLinearForCausalLM"),
+    ("attention_bias", "ZayaForCausalLM"),
 }
 
 

@@ -79,8 +79,8 @@ class ConvolvedAttention(StateMixer):
         mean of these over the queries of a key.
         """
         q, k = (one.unflatten(-1, (-1, self.dim)) for one in qk.split([self.q, self.k], -1))
-        q = (q + k.repeat_interleave(self.group_size, 1)) * 0.5
-        return q, q.unflatten(1, (-1, self.group_size)).mean(2)
+        q = (q.unflatten(1, (-1, self.group_size)) + k[:, :, None]) * 0.5  # [T, KV heads, group, D]
+        return q.flatten(1, 2), q.mean(2)
 
 
 def normalised(x: torch.Tensor) -> torch.Tensor:
