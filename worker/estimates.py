@@ -149,14 +149,15 @@ def estimate_adapters(spec: ModelSpec, lora: LoraLimits | None, num_ranks: int, 
 def uses_graphs(config: Config, spec: ModelSpec, limits: Limits, platform: Platform) -> bool:
     """Return whether steps will be recorded: the device and the attention backend support it, there is one pipeline
     stage, the model is ours (transformers' code may wait for the device), and --enforce-eager is off. Attention with a
-    window of the output, or to compressed keys, is not recorded either. Nor are experts that differ in form, which only
-    the loaded model shows: they are multiplied one by one, and the host waits for the list of those that have tokens.
+    window of the output, to compressed keys or to chosen ones, is not recorded either. Nor are experts that differ in
+    form, which only the loaded model shows: they are multiplied one by one, and the host waits for the list of those
+    that have tokens.
     """
     return (
         platform.has_graphs
         and spec.implementation == "quire"
         and not spec.is_encoder
-        and not any(layer.output_window or layer.compressed for layer in spec.layers)
+        and not any(layer.output_window or layer.compressed or layer.index for layer in spec.layers)
         and limits.attention.backend.graph_safe
         and config.parallel.pipeline_parallel_size == 1
         and not config.device.enforce_eager

@@ -69,7 +69,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma3n": GgufArchitecture("Gemma3nForCausalLM", "gemma3n_text", dense.gemma3n, SANDWICH),
     "gemma4": GgufArchitecture("Gemma4ForCausalLM", "gemma4_text", mixture.gemma4, MIXED),
     "glm5-next": GgufArchitecture("Glm5NextForCausalLM", "glm5_next_text", recurrent.glm5_next, recurrent.GLM5_NEXT),
-    "glm-dsa": GgufArchitecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", mixture.indexed),
+    "glm-dsa": GgufArchitecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", mixture.glm_dsa),
     "glm4": GgufArchitecture("Glm4ForCausalLM", "glm4", dense.attention_bias, SANDWICH | _FUSED_UP),
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", "glm4_moe", mixture.glm4_moe),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", mixture.gpt_oss),

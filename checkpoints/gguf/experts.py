@@ -132,8 +132,29 @@ def deepseek_v3(m: Metadata) -> Settings:
     return latent(m) | deepseek(m) | groups(m) | {"norm_topk_prob": m.get("expert_weights_norm")}
 
 
+def index(m: Metadata) -> Settings:
+    """Return the settings of the index that chooses keys."""
+    return {
+        "index_topk": m.get("attention.indexer.top_k"),
+        "index_n_heads": m.get("attention.indexer.head_count"),
+        "index_head_dim": m.get("attention.indexer.key_length"),
+    }
+
+
 def indexed(m: Metadata) -> Settings:
-    return deepseek_v3(m) | {"index_topk": m.get("attention.indexer.top_k")}
+    return deepseek_v3(m) | index(m)
+
+
+def glm_dsa(m: Metadata) -> Settings:
+    """Return the settings of GLM-5. Files of GLM-5.2, whose context is longer, may not say which layers share the
+    choice of an earlier one.
+    """
+    types = m.find("attention.indexer.types")
+    if types:
+        shared = {"indexer_types": ["full" if own else "shared" for own in types]}
+    else:
+        shared = {"index_topk_freq": 4, "index_skip_topk_offset": 3} if m.get("context_length") >= 1 << 20 else {}
+    return indexed(m) | shared
 
 
 def groups(m: Metadata) -> Settings:

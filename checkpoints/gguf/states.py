@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.checkpoints.gguf.experts import experts, groups, weights_scale
+from quire.checkpoints.gguf.experts import experts, groups, index, weights_scale
 from quire.checkpoints.gguf.metadata import FULL, Metadata, Settings
 from quire.checkpoints.gguf.names import PRE, SANDWICH
 from quire.checkpoints.gguf.settings import granite, latent
@@ -265,8 +265,8 @@ def glm5_next(m: Metadata) -> Settings:
     if len(limits) > 1:
         raise ValueError(f"{m.file.path}: {m.kind}.swiglu_clamp_exp and swiglu_clamp_shexp must be one number")
     m.check("attention.indexer.kpool_select_tail", True)
-    return kimi_linear(m) | {
-        "index_topk": m.get("attention.indexer.top_k"),
+    m.find("attention.indexer.types")
+    return kimi_linear(m) | index(m) | {
         "linear_lower_bound": m.find("kda.gate_lower_bound"),
         "swiglu_limit": limits.pop() or None,
         "hc_mult": m.get("hyper_connection.count"),

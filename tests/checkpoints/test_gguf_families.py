@@ -102,13 +102,13 @@ def _sigmoid(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _indexed(c: dict[str, Any]) -> dict[str, Any]:
-    return _sigmoid(c) | _latent_split(c) | _groups(c) | {"attention.indexer.top_k": c["index_topk"]}
+    index = {"top_k": c["index_topk"], "head_count": c["index_n_heads"], "key_length": c["index_head_dim"]}
+    return _sigmoid(c) | _latent_split(c) | _groups(c) | {f"attention.indexer.{k}": v for k, v in index.items()}
 
 
 def _gemma4(c: dict[str, Any]) -> dict[str, Any]:
     layers, shared = c["num_hidden_layers"], c["num_kv_shared_layers"]
-    wide = c.get("per_layer_config") or {}
-    full = next(iter(wide.values()), {})
+    full = next(iter((c.get("per_layer_config") or {}).values()), {})
     double = [c["intermediate_size"] * (2 if c["use_double_wide_mlp"] and i >= layers - shared else 1)
               for i in range(layers)]  # fmt: skip
     kinds = c["layer_types"]

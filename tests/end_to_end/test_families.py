@@ -14,6 +14,7 @@ from quire.engine.messages import SamplingParams
 from quire.worker.messages import most_blocks
 from quire.worker.models.registry import read_model_spec
 from quire.worker.spec.cache import plan_cache
+from quire.worker.spec.index import without_indexes
 from quire.worker.spec.model import cache_specs
 from tests.helpers.in_process import FORCED_DRAFTS, InProcessEngine
 from tests.helpers.models.families import FAMILIES, VOCAB, WITHOUT_VARIANTS, build_family, redraw
@@ -33,7 +34,7 @@ def small_engine(folder: str, **settings: Any) -> InProcessEngine:
     """An engine whose pool holds little more than the longest request, so that running requests are preempted. Forced
     drafts of models with recurrent states need spare pages, for which such a pool has no room.
     """
-    spec = read_model_spec(folder)
+    spec = without_indexes(read_model_spec(folder), 368)
     is_small = not (FORCED_DRAFTS and spec.has_states)
     groups = plan_cache(cache_specs(spec, 4), block_size=4).groups
     return InProcessEngine(

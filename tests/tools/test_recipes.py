@@ -31,7 +31,7 @@ def test_each_key_names_an_architecture_or_a_type_of_transformers():
         ("KimiK25ForConditionalGeneration kimi_k2", True, "text only"),
         ("Lfm2VlForConditionalGeneration rwkv", False, "with a text part of model_type 'rwkv' is not supported"),
         ("InternS2PreviewForConditionalGeneration", True, "InternS2PreviewForConditionalGeneration"),
-        ("GlmMoeDsaForCausalLM", True, "up to 2048 tokens"),
+        ("GlmMoeDsaForCausalLM", True, "GlmMoeDsaForCausalLM"),
         ("InklingForConditionalGeneration", False, "InklingForConditionalGeneration: its attention adds a bias"),
     ],
 )

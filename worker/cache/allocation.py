@@ -109,7 +109,7 @@ def _parts(spec: CacheSpec, storage: KVStorage) -> list[_Part]:
     and their scales.
     """
     if isinstance(spec, Compressed):
-        return [(1, spec.width, storage.dtype)]
+        return [(1, spec.width, storage.dtype), *([(1, 2, SCALE)] if spec.scale_bytes else [])]
     if isinstance(spec, Latent):
         return [(1, spec.width, storage.dtype), *([(1, 2, SCALE)] if storage.scale_bytes else [])]
     scales = [(spec.num_kv_heads, 1, SCALE)] if storage.scale_bytes else []

@@ -55,6 +55,8 @@ def _obstacle(config: Config, spec: ModelSpec, ops: Ops) -> tuple[str, str] | No
         return "supports no images that attend in both directions on a GPU", ": set --language-model-only"
     if any(layer.compressed for layer in spec.layers):
         return "supports no attention to compressed keys on a GPU", ""
+    if index := next((layer.index for layer in spec.layers if layer.index), None):
+        return "supports no attention to chosen keys", f": set --max-model-len to at most {index.top}"
     return None
 
 

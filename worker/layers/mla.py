@@ -26,6 +26,7 @@ import torch
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.scaled import ScaledLatents, as_bytes, store
 from quire.worker.layers.attention import Attention
+from quire.worker.layers.chosen import ChoosingStep, attend_to_chosen, tokens_at_once
 from quire.worker.layers.linear import product
 from quire.worker.layers.views import to_device
 from quire.worker.spec.cache import Latent, LatentSizes
@@ -88,13 +89,21 @@ class LatentAttention(Attention):
             store(self.k_cache, attn.slot_mapping, latents)
 
     def attend_latent(
-        self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_b: torch.Tensor, attn: AttentionMetadata
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_b: torch.Tensor,
+        attn: AttentionMetadata,
+        choosing: ChoosingStep | None = None,
     ) -> torch.Tensor:
         """Attend with q_nope `[T, H, N]` and q_pe `[T, H, P]` to latents that are already in the cache. kv_b `[H * N +
-        H * V, R]` is W_k of all heads, then W_v. Returns `[T, H * V]`.
+        H * V, R]` is W_k of all heads, then W_v. The tokens of `choosing` attend to the keys that they have chosen.
+        Returns `[T, H * V]`.
         """
 
         def attend(attn: AttentionMetadata, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+            if choosing is not None:
+                return self._attend_to_chosen(q_nope, q_pe, *self.matrices(kv_b), attn, choosing)
             return self._attend_in_parts(q_nope, q_pe, *self.matrices(kv_b), attn)
 
         return attn.backend.apart(attend, attn, (self.num_heads * self.sizes.v_dim,), q_nope, q_pe)
@@ -110,6 +119,31 @@ class LatentAttention(Attention):
             else:
                 out[part.tokens] = self._expanded(*q, w_k, w_v, part)
         return out.flatten(1)
+
+    def _attend_to_chosen(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        w_k: torch.Tensor,
+        w_v: torch.Tensor,
+        attn: AttentionMetadata,
+        choosing: ChoosingStep,
+    ) -> torch.Tensor:
+        """Return the result `[T, H * V]` of a step in which tokens choose keys; they are absorbed."""
+        out = q_nope.new_empty(len(q_nope), self.num_heads * self.sizes.v_dim)
+        if (others := choosing.others(attn, self.cache_group)) is not None:
+            tokens, meta = others
+            out[tokens] = self._attend_in_parts(q_nope[tokens], q_pe[tokens], w_k, w_v, meta)
+        some = tokens_at_once(self.k_cache, choosing.top, q_nope.element_size())
+        for piece in choosing.pieces:
+            rows = piece.tokens.flatten()
+            for mine in torch.arange(len(rows), device=rows.device).split(some):
+                chosen = rows[mine]
+                q = torch.cat((self.to_latents(q_nope[chosen], w_k.transpose(1, 2)), q_pe[chosen]), -1)
+                keys = self.k_cache, mine, piece, attn
+                attended = attend_to_chosen(q, *keys, self.sizes.rank, self.scale, self.sinks)
+                out[chosen] = self.to_values(attended, w_v).flatten(1)
+        return out
 
     def matrices(self, kv_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return W_k `[H, N, R]` and W_v `[H, V, R]` in kv_b."""

@@ -1,15 +1,16 @@
 """DeepSeek with plain attention, V2 and V3 (also Kimi K2) and GLM-4.7-Flash with latent attention; mixtures of experts.
 
-V3.2 and GLM-5 add an index that chooses `index_topk` keys per token. Up to that many tokens of context it chooses all
-of them, so their context is limited to that.
+V3.2 and GLM-5 add an index that chooses `index_topk` keys per token (`mixers/key_index.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quire.worker.spec.model import ModelSpec
+from quire.worker.spec.index import INDEX_DEFAULTS, with_index
+from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.spec.moe import MoESpec, RoutingSpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.decoder import CausalLM
@@ -176,27 +177,28 @@ class Glm4MoeLite(DeepseekV3):
 
 
 class Indexed(DeepseekV3):
-    """DeepSeek V3.2: within `index_topk` tokens, where the index chooses all keys."""
+    """DeepSeek V3.2."""
 
-    config_defaults = DeepseekV3.config_defaults | {
-        "model_type": "deepseek_v32",
-        "max_position_embeddings": 163840,
-        "index_topk": 2048,
-    }
-    facts = {}
-    ignored = (r"\.indexer\.",)
-
-    @classmethod
-    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
-        super().complete(values, raw)
-        values["why_shorter"] = (
-            f"sparse attention is not implemented: up to index_topk, {values['index_topk']} tokens, it is equal to "
-            "full attention"
-        )
+    config_defaults = (
+        DeepseekV3.config_defaults
+        | INDEX_DEFAULTS
+        | {
+            "model_type": "deepseek_v32",
+            "max_position_embeddings": 163840,
+        }
+    )
 
     @classmethod
-    def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
-        return min(super().context_length(values, ropes), values["index_topk"])
+    def indexed(cls, values: dict[str, Any], layers: Sequence[LayerSpec]) -> list[bool]:
+        """Return for each layer whether an index chooses its keys."""
+        return [layer.latent is not None for layer in layers]
+
+    @classmethod
+    def layer_specs(
+        cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
+    ) -> tuple[LayerSpec, ...]:
+        layers = super().layer_specs(values, raw, ropes)
+        return with_index(layers, values, cls.indexed(values, layers))
 
 
 class GlmMoeDsa(Indexed):
@@ -204,6 +206,8 @@ class GlmMoeDsa(Indexed):
 
     config_defaults = Indexed.config_defaults | {
         "model_type": "glm_moe_dsa",
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
         "vocab_size": 154880,
         "hidden_size": 6144,
         "intermediate_size": 12288,

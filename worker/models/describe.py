@@ -19,7 +19,7 @@ def cache_kind(layer: LayerSpec) -> str:
     if layer.kv_from is not None:
         return "cache of an earlier layer"
     if layer.mixer == "mla":
-        return "latent"
+        return "latent" if layer.index is None else "indexed latent"
     if layer.compressed is not None:
         rate = layer.compressed.rate
         return f"window of {layer.window} tokens" + (f" and a key per {rate} tokens" if rate else "")

@@ -1,12 +1,12 @@
 """dots3 (text): latent attention with other sizes in layers with a window, scaled latents, a norm of the rotated keys,
 a gate per head, DeepSeek V3's experts.
 
-An index chooses `index_topk` keys per token in layers without a window, so the context is limited to that, as in
-`deepseek.py`.
+An index chooses `index_topk` keys per token in layers without a window (`mixers/key_index.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -100,6 +100,7 @@ class Dots3Note(Indexed):
         "routed_scaling_factor": 1.0,
         "q_lora_rank": 1024,
         "rope_interleave": True,
+        "indexer_rope_interleave": True,
         "use_sliding_window": True,
         "use_dsa": None,
         "per_layer_config": None,
@@ -108,7 +109,7 @@ class Dots3Note(Indexed):
         "sliding_window_size": "sliding_window",
         "moe_shared_expert_intermediate_size": "shared_experts_intermediate_size",
     }
-    facts = {"head_gate": True}
+    facts = {"head_gate": True, "mlp_bias": False}
     state_kinds = {_INDEXED: FULL}
     ignored = (*Indexed.ignored, r"^(model\.)?(vision|audio)_", r"^(model\.)?mtp\.")
 
@@ -134,7 +135,7 @@ class Dots3Note(Indexed):
         # files without per_layer_config call indexed attention "full_attention" unless use_dsa is false
         named = values["per_layer_config"] is not None and values["use_dsa"] is None
         if (_INDEXED not in kinds) if named else values["use_dsa"] is False:
-            values.update(index_topk=values["max_position_embeddings"], why_shorter="")
+            values["index_topk"] = None
         values.update(layer_types=kinds, latent_eps=values["rms_norm_eps"])
 
     @classmethod
@@ -183,6 +184,10 @@ class Dots3Note(Indexed):
                 layer = replace(layer, window=values["sliding_window"])
             found.append(layer)
         return tuple(found)
+
+    @classmethod
+    def indexed(cls, values: dict[str, Any], layers: Sequence[LayerSpec]) -> list[bool]:
+        return [values["index_topk"] is not None and kind in (FULL, _INDEXED) for kind in values["layer_types"]]
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:

@@ -1,7 +1,7 @@
 """Hunyuan 4: latent attention with sinks and a gate per entry, independent hyper-connections, DeepSeek V3's experts
 with bounded inputs of the activation.
 
-An index chooses `index_topk` keys per token, so the context is limited to that, as in `deepseek.py`.
+An index chooses `index_topk` keys per token (`mixers/key_index.py`).
 """
 
 from __future__ import annotations
@@ -118,6 +118,11 @@ class HYV4(GlmMoeDsa):
         "q_lora_rank": 1536,
         "rope_interleave": False,
         "swiglu_limit": 10.0,
+        "index_n_heads": 16,
+        "indexer_rope_interleave": False,
+        "index_rope_first": False,
+        "index_topk_freq": 4,
+        "index_skip_topk_offset": 2,
     }
     facts = {"entry_gate": True, "sinks": True}
     renames = GlmMoeDsa.renames | {
@@ -133,6 +138,11 @@ class HYV4(GlmMoeDsa):
         "pre_fc_norm_hidden": "model.mtp_layers.{i}.hnorm",
         "norm": "model.mtp_layers.{i}.final_layernorm",
     }
+
+    @classmethod
+    def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
+        super().complete(values, raw)
+        values["index_eps"] = values["rms_norm_eps"]
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:

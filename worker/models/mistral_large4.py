@@ -1,7 +1,7 @@
 """Mistral Large 4 (text): latent attention with a learned scaling of queries by position, some layers without rotary
 embedding, learned factors of its frequencies, and softmax routing among groups of experts.
 
-An index chooses `index_topk` keys per token, so the context is limited to that, as in `deepseek.py`.
+An index chooses `index_topk` keys per token (`mixers/key_index.py`); its queries have a scaling of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat, empty_parameter
+from quire.worker.layers.norm import LayerNorm
 from quire.worker.models.deepseek import Indexed
 from quire.worker.parallel import tp
 from quire.worker.spec.cache import LatentSizes
@@ -22,6 +23,7 @@ from quire.worker.spec.rope import RopeSpec, read_ropes
 from quire.worker.transformer.blocks import MIXERS, DecoderLayer
 from quire.worker.transformer.calls import LayerCall, StageCall
 from quire.worker.transformer.decoder import Decoder
+from quire.worker.transformer.mixers.key_index import KeyIndex
 from quire.worker.transformer.mla import MLAttention
 from quire.worker.transformer.moe_reader import grouped_routing
 
@@ -47,6 +49,9 @@ _NAMES = {
     "self_attn.kv_a_layernorm": "attention.kv_a_norm",
     "self_attn.kv_b_proj": "attention.wkv_b",
     "self_attn.o_proj": "attention.wo",
+    "self_attn.indexer": "attention.indexer",
+    "self_attn.indexer.softmax_scaling.scale": "attention.indexer.ssmax_scaling.s",
+    "self_attn.indexer.softmax_scaling.bias": "attention.indexer.ssmax_scaling.b",
     "self_attn.softmax_scaling.scale": "attention.ssmax_scaling.s",
     "self_attn.softmax_scaling.bias": "attention.ssmax_scaling.b",
     "mlp.gate_proj": "feed_forward.w1",
@@ -61,8 +66,30 @@ _NAMES = {
 }
 
 
+class ScaledIndex(KeyIndex):
+    """Makes its queries of the layer's inputs, normalised, and multiplies those of a head at position p by scale * ln(p
+    + 1) + bias.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, layer, prefix, weights)
+        self.q_input_norm = LayerNorm(spec.hidden_size, self.sizes.eps)
+        self.slope, self.bias = (
+            empty_parameter(self.sizes.heads, parts=[Part(f"{prefix}.{name}", (self.sizes.heads,))])
+            for name in ("softmax_scaling.scale", "softmax_scaling.bias")
+        )
+        self.bias.dummy_mean = 1.0
+
+    def queries(self, x: torch.Tensor, latents: torch.Tensor, call: LayerCall, tokens: torch.Tensor) -> torch.Tensor:
+        q = super().queries(x, self.q_input_norm(x), call, tokens)
+        factors = self.slope.float() * call.inputs[tokens][:, None] + self.bias.float()
+        return q * factors[..., None].to(q.dtype)
+
+
 class ScaledLatentAttention(MLAttention):
     """Multiplies the queries of a head at position p by scale * ln(p + 1) + bias."""
+
+    index_cls: ClassVar = ScaledIndex
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)
@@ -125,6 +152,8 @@ class MistralLarge4(Indexed):
         "no_rope_layer_interval": 4,
         "kv_source_layers": None,
         "final_logit_softcapping": 30.0,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
     }
     renames = _NAMES
     facts = {"q_lora_rank": None}  # not read by transformers

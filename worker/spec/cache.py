@@ -117,17 +117,18 @@ class Compressed:
     width: int
     rate: int
     itemsize: int
+    scale_bytes: int = 0  # for each of two parts, as of `Latent`
 
     def slots(self, block_size: int) -> int:
         """Return the largest number of vectors in a block."""
         return -(-block_size // self.rate)
 
     def page_bytes(self, block_size: int) -> int:
-        return self.slots(block_size) * self.width * self.itemsize
+        return self.slots(block_size) * (self.width * self.itemsize + 2 * self.scale_bytes)
 
     @property
     def row_bytes(self) -> int:
-        return self.itemsize
+        return math.lcm(self.itemsize, self.scale_bytes or 1)
 
     @property
     def group(self) -> CacheGroup:
@@ -148,6 +149,19 @@ class CompressedSizes:
     top: int = 0
     index_heads: int = 0
     index_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSizes:
+    """An index that chooses keys for latent attention (`layers/chosen.py`); sizes of the whole model."""
+
+    top: int  # keys per token
+    heads: int
+    dim: int  # of a head and of a key
+    rope_first: bool = True  # whether the rotary part of a head is its first entries, not its last
+    interleaved: bool = False  # whether the rotary embedding rotates neighbouring entries, not halves
+    eps: float = 1e-6  # for the norm of the keys
+    source: int | None = None  # an earlier layer, whose choice this one uses; None: it chooses by itself
 
 
 @dataclass(frozen=True, slots=True)

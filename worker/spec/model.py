@@ -20,6 +20,7 @@ from quire.worker.spec.cache import (
     CompressedSizes,
     Cross,
     Full,
+    IndexSizes,
     Latent,
     LatentSizes,
     State,
@@ -59,6 +60,7 @@ class LayerSpec:
     q_lora_rank: int | None = None  # for the latents of queries in mixer "mla", None without
     # parts of the one tensor with q, k and v in the files, each holding those of some heads; 0: not divided
     qkv_chunks: int = 0
+    index: IndexSizes | None = None  # for mixer "mla": the index that chooses keys; None: all are attended to
     compressed: CompressedSizes | None = None  # for mixer "compressed"
     v_norm: bool = False  # whether heads of v are normalised, without a weight
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm
@@ -218,29 +220,34 @@ def _has_packed_weights(folder: str) -> bool:
 
 def cache_specs(spec: ModelSpec, itemsize: int, tp: int = 1, scale_bytes: int = 0) -> list[CacheSpec | None]:
     """Return the cache spec of each layer on each of `tp` ranks, with elements of `itemsize` bytes and scales of
-    `scale_bytes` per head; None for a layer that has no cache of its own. If any layer has compressed keys, the specs
-    of each layer's compressed keys follow.
+    `scale_bytes` per head; None for a layer that has no cache of its own. If any layer has a second cache, of
+    compressed keys or of the keys of an index, the specs of each layer's second cache follow.
     """
     first = [cache_spec(layer, itemsize, tp, scale_bytes) for layer in spec.layers]
-    return first + ([_compressed_spec(layer, itemsize) for layer in spec.layers] if has_compressed_keys(spec) else [])
+    second = [_second_spec(layer, itemsize, scale_bytes) for layer in spec.layers]
+    return first + second if any(second) else first
 
 
 def num_caches(spec: ModelSpec) -> int:
     """Return the number of entries of `cache_specs`; the layers of prediction heads follow them."""
-    return len(spec.layers) * (1 + has_compressed_keys(spec))
+    return len(spec.layers) * (1 + has_second_caches(spec))
 
 
-def has_compressed_keys(spec: ModelSpec) -> bool:
-    return any(layer.compressed is not None and layer.compressed.rate for layer in spec.layers)
+def has_second_caches(spec: ModelSpec) -> bool:
+    """Return whether some layers have two caches."""
+    return any(_second_spec(layer, 1) for layer in spec.layers)
 
 
 def cache_indices(spec: ModelSpec, layers: Sequence[int]) -> list[int]:
     """Return the places in `cache_specs` of the caches of `layers`."""
-    second = [len(spec.layers) + layer for layer in layers] if has_compressed_keys(spec) else []
+    second = [len(spec.layers) + layer for layer in layers] if has_second_caches(spec) else []
     return [*layers, *second]
 
 
-def _compressed_spec(layer: LayerSpec, itemsize: int) -> Compressed | None:
+def _second_spec(layer: LayerSpec, itemsize: int, scale_bytes: int = 0) -> Compressed | None:
+    """Return the cache of a layer's compressed keys, or of the keys of its index."""
+    if layer.index is not None and layer.index.source is None:
+        return Compressed(layer.index.dim, 1, itemsize, scale_bytes)
     sizes = layer.compressed
     return Compressed(layer.head_dim + sizes.index_dim, sizes.rate, itemsize) if sizes and sizes.rate else None
 

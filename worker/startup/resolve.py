@@ -16,6 +16,7 @@ from quire.worker.models.registry import read_model_spec, without_memory
 from quire.worker.platform import get_platform
 from quire.worker.platforms.base import Platform
 from quire.worker.spec.cache import CachePlan
+from quire.worker.spec.index import without_indexes
 from quire.worker.spec.model import ModelSpec
 from quire.worker.startup.ranks import Ranks
 from quire.worker.transformer.decoder import CausalLM, Decoder
@@ -61,6 +62,8 @@ def resolve(config: Config, ranks: Ranks, *, preview: bool = False) -> Resolved:
     """
     options = config.model
     spec = read_model_spec(options.model, options.model_impl, images=not options.language_model_only)
+    longest = options.max_model_len
+    spec = without_indexes(spec, int(longest) if longest.isdigit() else spec.max_model_len)
     check_settings(config, spec)
     pooling = read_pooling(options.model, spec, options.pooling, options.matryoshka)
     lora = LoraLimits.from_config(config.lora) if config.lora.enabled else None

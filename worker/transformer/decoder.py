@@ -25,6 +25,7 @@ from quire.worker.layers.norm import NORMS
 from quire.worker.layers.rotary import RotaryEmbedding, Rotation, still_query_scale
 from quire.worker.parallel import Exchange, pp
 from quire.worker.platforms.ops import FusedLayers, Ops
+from quire.worker.spec.index import unread_indexes
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.transformer.blocks import BLOCKS, DecoderLayer
 from quire.worker.transformer.calls import Encoded, LayerCall, StageCall
@@ -352,7 +353,7 @@ class CausalLM(ConfigReader, nn.Module):
 
     def tensor_names(self, names: Collection[str]) -> TensorNames:
         """Return the names of this model's tensors in files that hold the tensors `names`."""
-        ignored = (*self.ignored, *map(below, self.spec.tower_prefixes))
+        ignored = (*self.ignored, *unread_indexes(self.spec), *map(below, self.spec.tower_prefixes))
         renames = self.renames | (dict(self.spec.mtp.names) if self.spec.has_head else {})
         found = TensorNames(renames, ignored, transposed=self.transposed)
         return found.placed(names, "model.embed_tokens.weight")
@@ -377,8 +378,28 @@ def stage_layers(layers: Sequence[LayerSpec], rank: int, num_stages: int) -> ran
     """Return the layers of pipeline stage `rank`: 7 layers over 3 stages are 3, 2, 2. Layers whose cache others read
     are all on the last stage, as are these.
 
+    A stage begins with a layer that does not use the choice of keys of an earlier one.
+
     Raises ValueError if there are more stages than layers that can be divided.
     """
+    if any(layer.index and layer.index.source is not None for layer in layers):
+        starts = [_own_index(layers, _stage(layers, i, num_stages).start) for i in range(num_stages)]
+        if len(set(starts)) < num_stages:
+            raise ValueError(too_many_stages(num_stages, len(layers), ", several of which use one choice of keys"))
+        return range(starts[rank], [*starts, len(layers)][rank + 1])
+    return _stage(layers, rank, num_stages)
+
+
+def _own_index(layers: Sequence[LayerSpec], start: int) -> int:
+    """Return the layer next to `start` that does not use the choice of keys of another; not a later one if layers share
+    caches, which are on the last stage.
+    """
+    shares = any(layer.kv_from is not None for layer in layers)
+    own = [i for i, layer in enumerate(layers) if layer.index is None or layer.index.source is None]
+    return min((i for i in own if i <= start or not shares), key=lambda i: abs(i - start))
+
+
+def _stage(layers: Sequence[LayerSpec], rank: int, num_stages: int) -> range:
     num_layers = len(layers)
     divisible = min((layer.kv_from for layer in layers if layer.kv_from is not None), default=num_layers - 1) + 1
     if num_stages > divisible:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
+from quire.worker.layers.chosen import ChoosingStep, choosing_step
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
@@ -29,6 +30,7 @@ from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.attention import attention_sinks, gate_projection, gated
 from quire.worker.transformer.calls import LayerCall
+from quire.worker.transformer.mixers.key_index import KeyIndex
 
 TORCH = Ops()
 # keys of config.json, with defaults of DeepSeek
@@ -140,8 +142,10 @@ class MLAttention(nn.Module):
     """Maps x `[T, H]` to `[T, H]`, or to its rows in `needed_rows`. The latents of all tokens are stored in the cache,
     unless the layer reads those of another one (`LayerSpec.kv_from`).
 
-    Ranks split the heads; every rank computes and stores all latents.
+    Ranks split the heads; every rank computes and stores all latents, and the keys of the layer's index.
     """
+
+    index_cls: ClassVar = KeyIndex
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__()
@@ -193,6 +197,9 @@ class MLAttention(nn.Module):
         self.g_proj = gate_projection(spec, kind, prefix, weights)
         sinks = attention_sinks(kind.num_heads, heads, prefix) if kind.sinks else None
         self.attn = LatentAttention(heads, sizes, layer, kind.scale, sinks, kind.kv_from, kind.window)
+        self.index = kind.index
+        chooses = self.index is not None and self.index.source is None
+        self.indexer = self.index_cls(spec, layer, f"{prefix}.indexer", weights) if chooses else None
         self.ops = TORCH
 
     def use(self, ops: Ops) -> None:
@@ -206,18 +213,32 @@ class MLAttention(nn.Module):
         angles = Angles(call.rotation) if self.rotates else None
         if self.writes:
             self.write(latent, angles, meta)
-        if self.q_b_proj is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
+        latents = q if self.q_b_proj is None else self.q_a_layernorm(q.contiguous())
+        q = q if self.q_b_proj is None else self.q_b_proj(latents)
+        choosing = self.choose(x, latents, call)
         q = self.scale_queries(q, call).unflatten(-1, (self.attn.num_heads, -1))
         q_nope, q_pe = q.split([sizes.nope_dim, sizes.rope_dim], -1)
         if angles is not None and self.ops.rotate_tails is not None:
             self.ops.rotate_tails(q, *angles.table)
         elif angles is not None:
             q_pe = apply_rotary(q_pe, angles.rows)
-        attended = self.attn.attend_latent(q_nope, q_pe, self.kv_b_proj.weight, meta)
+        attended = self.attn.attend_latent(q_nope, q_pe, self.kv_b_proj.weight, meta, choosing)
         if self.g_proj is not None:
             attended = gated(attended, self.g_proj(x))
         return self.o_proj(call.needed(attended))
+
+    def choose(self, x: torch.Tensor, latents: torch.Tensor, call: LayerCall) -> ChoosingStep | None:
+        """Store the keys of the layer's index and choose keys for the tokens that have more than it chooses. Returns
+        these tokens, None without any.
+        """
+        if self.index is None:
+            return None
+        step = choosing_step(call.attn, self.index.top, self.index.heads)
+        if self.indexer is not None:
+            self.indexer.write(x, call)
+            if step is not None:
+                self.indexer.choose(x, latents, call, step)
+        return step
 
     def write(self, latent: torch.Tensor, angles: Angles | None, meta: AttentionMetadata) -> None:
         """Store the latents `[T, R + P]`, normalised and rotated."""

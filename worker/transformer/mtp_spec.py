@@ -30,8 +30,11 @@ class WithMTP:
 
     @classmethod
     def mtp_layer(cls, spec: ModelSpec) -> LayerSpec | None:
-        """Return the layer of each head, None if the heads are not known."""
-        return next((one for one in reversed(spec.layers) if one.attends and not one.state), None)
+        """Return the layer of each head, None if the heads are not known. It attends to all keys: an index would only
+        change what is drafted.
+        """
+        last = next((one for one in reversed(spec.layers) if one.attends and not one.state), None)
+        return last and replace(last, index=None)
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:

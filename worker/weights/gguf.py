@@ -14,6 +14,7 @@ import torch
 from quire.checkpoints.gguf.architectures import ARCHITECTURES
 from quire.checkpoints.gguf.header import GgufTensor, read_gguf
 from quire.checkpoints.gguf.names import DENSE, IGNORED, is_stack, row_names, stack_names
+from quire.worker.spec.index import unread_indexes
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.names import TensorNames
 from quire.worker.weights.checkpoint import Checkpoint
@@ -48,7 +49,7 @@ class GgufCheckpoint(Checkpoint):
 
     def names_of(self, model: CausalLM) -> TensorNames:
         head = () if model.spec.labels else (r"^score\.",)  # for a masked language model
-        return TensorNames(ignored=(*type(model).ignored, *head))
+        return TensorNames(ignored=(*type(model).ignored, *unread_indexes(model.spec), *head))
 
     def _add(self, name: str, file: TensorFile | Dequantized | LatentFile) -> None:
         self._file_of[name] = file

@@ -70,7 +70,7 @@ _LATENT_EXPERTS = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
-_INDEX = {"index_topk": 800, "index_head_dim": 32, "index_n_heads": 2, "num_hidden_layers": 2}
+_INDEX = {"index_topk": 20, "index_head_dim": 32, "index_n_heads": 24, "num_hidden_layers": 2}
 _MLA_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

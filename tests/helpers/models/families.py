@@ -112,7 +112,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _EXPERTS
         | _LATENT
         | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "shared_experts_intermediate_size": 24, "head_dim": 24}
-        | {"index_topk": 1024, "index_head_dim": 16, "index_n_heads": 2, "sliding_window": 24, "swa_head_dim": 32}
+        | {"index_topk": 20, "index_head_dim": 16, "index_n_heads": 24, "sliding_window": 24, "swa_head_dim": 32}
         | {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 24}
         | {"swa_qk_nope_head_dim": 16, "swa_v_head_dim": 12}
         | {"layer_types": ["indexed_attention", "sliding_attention"] * 2},
@@ -246,8 +246,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _B
         | _EXPERTS
         | _LATENT
-        | {"n_routed_experts": 8, "num_hidden_layers": 3, "hc_mult": 3, "swiglu_limit": 0.5, "index_topk": 1024}
-        | {"index_head_dim": 16, "index_n_heads": 2},
+        | {"n_routed_experts": 8, "num_hidden_layers": 3, "hc_mult": 3, "swiglu_limit": 0.5, "index_topk": 20}
+        | {"index_head_dim": 16, "index_n_heads": 24, "indexer_types": ["full", "full", "shared"]},
     ),
     "hyperclovax": (
         "hyperclovax",
@@ -474,8 +474,8 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             | _EXPERTS
             | _LATENT
             | {"model_type": "mistral_large4_text", "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
-            | {"no_rope_layers": [1, 0, 1, 1], "kv_source_layers": [0, 1, 2, 2], "index_topk": 1024}
-            | {"indexer_types": ["full"] + ["shared"] * 3, "index_head_dim": 16, "index_n_heads": 2}
+            | {"no_rope_layers": [1, 0, 1, 1], "kv_source_layers": [0, 1, 2, 2], "index_topk": 20}
+            | {"indexer_types": ["full", "full", "shared", "full"], "index_head_dim": 16, "index_n_heads": 24}
             | {"routed_scaling_factor": 1.5, "rope_parameters": _YARN | {"mscale_all_dim": 0.8}},
             "vision_config": _TOWER | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
         },

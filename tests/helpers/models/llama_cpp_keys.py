@@ -53,7 +53,8 @@ _NEMOTRON_H = _SSM2 | _EXPERTS | _WEIGHTS | {"expert_shared_count": TENSORS, "mo
 _DEEPSEEK2 = _RMS | _MLA | _EXPERTS | _WEIGHTS | _SHARED | {"expert_gating_func": TENSORS} | {
     "rope.scaling.yarn_log_multiplier": 0.0, "attention.temperature_scale": 0.0,
 }  # fmt: skip
-_INDEXED = _RMS | _MLA | _EXPERTS | _WEIGHTS | _SHARED | {"attention.indexer.top_k": REQUIRED}
+_INDEX = {f"attention.indexer.{key}": REQUIRED for key in ("top_k", "head_count", "key_length")}
+_INDEXED = _RMS | _MLA | _EXPERTS | _WEIGHTS | _SHARED | _INDEX
 _BERT = _NORM | {"attention.causal": False}  # llama.cpp takes true, with which no encoder works
 
 # of all architectures
@@ -133,10 +134,10 @@ OWN: dict[str, Keys] = {
     "glm-dsa": _INDEXED | {"expert_gating_func": 2},
     "glm4": _RMS,
     "glm4moe": _RMS | _EXPERTS | _SHARED | _WEIGHTS | {"expert_gating_func": 2},
-    "glm5-next": _RMS | _MLA | _EXPERTS | _SHARED | _WEIGHTS | {
+    "glm5-next": _RMS | _MLA | _EXPERTS | _SHARED | _WEIGHTS | _INDEX | {
         "ssm.conv_kernel": REQUIRED, "kda.head_dim": REQUIRED, "expert_gating_func": 2,
         "swiglu_clamp_exp": 0.0, "swiglu_clamp_shexp": As(lambda keys: keys["swiglu_clamp_exp"]),
-        "attention.indexer.top_k": REQUIRED, "attention.indexer.kpool_select_tail": True,
+        "attention.indexer.kpool_select_tail": True,
         "hyper_connection.count": REQUIRED, "hyper_connection.sinkhorn_iterations": REQUIRED,
         "hyper_connection.epsilon": REQUIRED,
     },

@@ -193,7 +193,8 @@ def test_log_probabilities_with_latents_stay_close(checkpoint, tmp_path, name):
     """Every form of latent attention, with prompts expanded and, below, tokens absorbed. A router of random weights may
     choose other experts, which changes a token's log-probabilities by any amount: hence medians.
     """
-    folder = build_family(name, tmp_path, vocab_size=512) if name in FAMILIES else checkpoint(name)
+    all_keys = {"index_topk": 800} if name in ("deepseek-v32", "glm-5") else {}
+    folder = build_family(name, tmp_path, vocab_size=512) if name in FAMILIES else checkpoint(name, **all_keys)
     exact = torch.tensor(scored(folder))
     distance = {kind: (torch.tensor(scored(folder, kv_cache_dtype=kind)) - exact).abs() for kind in ("int8", "fp8")}
     assert 0 < distance["int8"].median() < 0.15 and 0 < distance["fp8"].median() < 0.6

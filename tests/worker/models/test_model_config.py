@@ -155,8 +155,6 @@ def test_sizes_by_layer_under_keys_of_two_digits():
     compare(parse_model_spec(raw | {"architectures": ["Dots3NoteForCausalLM"]}), config)
 
 
-# what these have beyond other models, the index of sparse attention, is not served
-INDEXED = ("DeepseekV32ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
 # transformers has these only beside an encoder (test_seeing_families.py); the last one lists its layers
 SEEING = (
     "Glm5NextForCausalLM",
@@ -182,7 +180,7 @@ WITHOUT_BIAS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [name for name in WITH_DEFAULTS if name not in (*INDEXED, *SEEING, *NO_MODEL)])
+@pytest.mark.parametrize("architecture", [name for name in WITH_DEFAULTS if name not in (*SEEING, *NO_MODEL)])
 def test_parameters_of_the_default_models(architecture):
     import torch
 
@@ -515,6 +513,6 @@ def test_layers_that_read_others_latents(changes, message):
     shared = parse_model_spec(config | {"kv_source_layers": [0, 0, 2, 3]})
     assert [layer.kv_from for layer in shared.layers] == [None, 0, None, None]
     assert [layer.rope for layer in shared.layers] == ["default"] * 3 + [None]
-    assert shared.max_model_len == 2048 and "index_topk" in shared.why_shorter
+    assert (shared.max_model_len, shared.why_shorter) == (1048576, "")
     with pytest.raises(ValueError, match=message):
         parse_model_spec(config | changes)

@@ -20,7 +20,10 @@ from quire.worker.layers.quantization.fp4 import mxfp4_blocks
 from quire.worker.limits import resolve_limits
 from quire.worker.models.registry import build_model, parse_model_spec, read_model_spec
 from quire.worker.parallel import use_groups
+from quire.worker.spec.model import kv_bytes_per_token
 from quire.worker.spec.moe import MoESpec, RoutingSpec
+from quire.worker.startup.ranks import Ranks
+from quire.worker.startup.resolve import resolve
 from quire.worker.weights.loader import load_weights
 from tests.helpers.models.checkpoints import MOE_CHECKPOINTS
 from tests.helpers.worker.dense_attention import PagedRunner
@@ -252,21 +255,26 @@ def test_settings_that_do_not_fit(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["deepseek-v32", "glm-5"])
-def test_contexts_beyond_the_index_are_refused_with_the_reason(checkpoint, name):
+def test_contexts_within_the_index_need_none(checkpoint, name):
+    """Without an index, its weights and the memory of its keys are not there, and the result is the same."""
     folder = checkpoint(name)
 
-    def limits(length: str):
-        return resolve_limits(
-            Config.from_flat(model=folder, device="cpu", max_model_len=length), read_model_spec(folder), CpuPlatform()
-        )
+    def resolved(length: str):
+        config = Config.from_flat(model=folder, device="cpu", max_model_len=length)
+        return resolve(config, Ranks(config), preview=True)
 
-    assert limits("auto").max_model_len == 800
-    assert any("sparse attention is not implemented" in reason for _, _, reason in limits("800").choices)
-    words = (
-        r"--max-model-len 801 is more than this model's 800 tokens \(sparse attention is not implemented: .*index_topk"
-    )
-    with pytest.raises(ValueError, match=words):
-        limits("801")
+    short, long = resolved("20"), resolved("21")
+    assert all(layer.index is None for layer in short.spec.layers) and all(layer.index for layer in long.spec.layers)
+    assert kv_bytes_per_token(short.spec, 4) < kv_bytes_per_token(long.spec, 4)
+    models = []
+    for spec in (short.spec, long.spec):
+        models.append(build_model(spec, torch.float32, torch.device("cpu")))
+        load_weights(models[-1], spec, folder)
+    assert sum(".indexer." in one for one, _ in models[0].named_parameters()) == 0
+    runners = [PagedRunner(model, 1, 64) for model in models]
+    first, second = (model.logits(run.step({0: prompts([30])[0]})[0]) for model, run in zip(models, runners))
+    difference = (first - second).abs().amax(1)
+    assert (difference[:20] < 1e-4).all() and (difference[20:] > 1e-3).any()
 
 
 @pytest.mark.slow

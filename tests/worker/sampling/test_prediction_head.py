@@ -46,7 +46,9 @@ HEADS = {
 HEADS["qwen3_next"] = HEADS["qwen3_5_moe"]
 _AFTER = tuple(f"model.layers.{{n}}{end}" for end in ("", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm"))
 _WITH_AFTER = ("glm4-moe", "deepseek-v3", "deepseek-v32", "glm-5")
-HEADS |= {name: ({}, "num_nextn_predict_layers", _AFTER) for name in _WITH_AFTER}
+# heads attend to all keys, and the twin's to those that an index chooses: as many as the prompts have
+_ALL_KEYS = {"deepseek-v32": {"index_topk": 800}, "glm-5": {"index_topk": 800}}
+HEADS |= {name: (_ALL_KEYS.get(name, {}), "num_nextn_predict_layers", _AFTER) for name in _WITH_AFTER}
 _MIMO = ("", *(f".{end}" for end in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")))
 HEADS |= {"qwen2": ({}, "num_nextn_predict_layers", tuple(f"model.mtp_layers.{{i}}{end}" for end in _MIMO))}
 # of families that transformers does not have: what config.json says of those that have the same layers

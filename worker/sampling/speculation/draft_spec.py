@@ -10,6 +10,7 @@ from quire.checkpoints.reading import reading
 from quire.checkpoints.vocabulary import check_same_vocabulary
 from quire.configs.config import Config
 from quire.worker.models.registry import DRAFTING, model_class, read_model_spec
+from quire.worker.spec.index import without_indexes
 from quire.worker.spec.model import LayerSpec, ModelSpec, dtype_of_weights, has_tensor, read_config
 
 _NAME = "--speculative-config: model"
@@ -21,7 +22,7 @@ def read_draft_spec(config: Config, target: ModelSpec, folder: str) -> ModelSpec
     """
     options = config.model
     try:
-        draft = read_model_spec(folder, "quire", images=False)
+        draft = without_indexes(read_model_spec(folder, "quire", images=False))
     except ValueError as error:
         raise ValueError(f"{_NAME}: {error}") from None
     if draft.vocab_size != target.vocab_size:

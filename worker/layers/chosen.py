@@ -1,0 +1,180 @@
+"""Attention to the keys that an index chooses (DeepSeek Sparse Attention, arXiv:2512.02556).
+
+The index has one key per token, in a cache of its own, and several heads of queries. The score of a key is the sum over
+these heads of the rectified products, each with a weight of the token; a token attends to the `top` keys with the
+highest scores. A token that has at most `top` keys attends to all of them, as without an index.
+
+Sizes: H heads of this rank, I entries of the index's keys, W of the latents (`layers/mla.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+
+from quire.worker.attention.base import AttentionMetadata, GroupedMetadata
+from quire.worker.attention.scaled import KVCache, as_bytes, store
+from quire.worker.layers.attention import Attention
+from quire.worker.layers.views import to_device
+from quire.worker.spec.cache import Compressed
+
+_SCORES = 1 << 24  # maximum number of scores that exist at a time
+_GATHERED = 1 << 26  # maximum bytes of the latents of a piece of tokens
+
+
+class IndexKeys(Attention):
+    """The cache of an index's keys."""
+
+    def __init__(self, dim: int, rope_dim: int, layer: int):
+        parts = rope_dim if 0 < rope_dim < dim else dim // 2  # in 8 bits, both parts of a key have a scale
+        super().__init__(1, 1, dim, layer, v_head_dim=parts)
+
+    def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> Compressed:
+        return Compressed(self.head_dim, 1, itemsize, scale_bytes)
+
+    def write(self, keys: torch.Tensor, meta: AttentionMetadata) -> None:
+        """Store keys `[T, I]` in their slots."""
+        store(self.k_cache, meta.slot_mapping, keys[:, None])
+
+    def rows(self, meta: AttentionMetadata, requests: torch.Tensor, longest: int) -> torch.Tensor:
+        """Return the keys of the first `longest` tokens of each of `requests` `[B]`: float32 `[B, longest, I]`, with
+        anything after the last token of a request.
+        """
+        size = self.k_cache.shape[1]
+        blocks = meta.block_table[requests, : -(-longest // size)].long()
+        offsets = torch.arange(size, device=blocks.device)
+        return gather(self.k_cache, blocks[..., None], offsets).flatten(1, 2)[:, :longest].float()
+
+
+@dataclass(slots=True)
+class Piece:
+    """Q tokens of each of B requests that choose their keys together, with at most `longest` keys each."""
+
+    requests: torch.Tensor  # [B] int64
+    tokens: torch.Tensor  # [B, Q] int64, their rows in the step
+    positions: torch.Tensor  # [B, Q] int64
+    longest: int
+    keys: torch.Tensor | None = None  # [B, Q, top] int64: positions of the chosen keys
+
+
+class ChoosingStep:
+    """The tokens of a step that have more than `top` keys, in pieces, and the metadata of the others."""
+
+    def __init__(self, meta: AttentionMetadata, top: int, num_heads: int):
+        self.top = top
+        self._starts, self._lengths = meta.host_lengths()
+        self._others: dict[int, tuple[torch.Tensor, AttentionMetadata]] = {}
+        counts = [end - start for start, end in pairwise(self._starts)]
+        self._choosing = [min(count, max(0, length - top)) for count, length in zip(counts, self._lengths)]
+        self.pieces = list(self._pieces(num_heads, meta.block_table.device))
+
+    def _pieces(self, num_heads: int, device: torch.device) -> Iterator[Piece]:
+        ones = sorted((i for i, count in enumerate(self._choosing) if count == 1), key=lambda i: -self._lengths[i])
+        while ones:
+            longest = self._lengths[ones[0]]
+            number = max(1, _SCORES // (num_heads * longest))
+            some, ones = ones[:number], ones[number:]
+            rows = [some, [self._starts[i + 1] - 1 for i in some], [self._lengths[i] - 1 for i in some]]
+            requests, tokens, positions = to_device(rows, torch.int64, device)
+            yield Piece(requests, tokens[:, None], positions[:, None], longest)
+        for i, count in enumerate(self._choosing):
+            end, length = self._starts[i + 1], self._lengths[i]
+            number = max(1, _SCORES // length)
+            for left in range(count if count > 1 else 0, 0, -number):
+                after = max(0, left - number)
+                back = torch.arange(left, after, -1, device=device)[None]  # from the last token of the request
+                yield Piece(to_device([i], torch.int64, device), end - back, length - back, length - after)
+
+    def others(self, meta: AttentionMetadata, group: int) -> tuple[torch.Tensor, AttentionMetadata] | None:
+        """Return the tokens that attend to all their keys, int64 `[O]`, and their metadata; None without such tokens.
+        `group` is the cache group of `meta`.
+        """
+        starts, choosing = self._starts, self._choosing
+        counts = [end - start - chosen for (start, end), chosen in zip(pairwise(starts), choosing)]
+        mine = [i for i, count in enumerate(counts) if count]
+        if mine and group not in self._others:
+            device = meta.block_table.device
+            tokens = [row for i in mine for row in range(starts[i], starts[i] + counts[i])]
+            rows, own = (to_device(ids, torch.int64, device) for ids in (mine, tokens))
+            accumulated = [0, *accumulate(counts[i] for i in mine)]
+            lengths = [self._lengths[i] - choosing[i] for i in mine]
+            part = replace(
+                meta,
+                slot_mapping=meta.slot_mapping[own],
+                query_start_loc=to_device(accumulated, torch.int32, device),
+                seq_lens=to_device(lengths, torch.int32, device),
+                block_table=meta.block_table[rows],
+                max_query_len=max(counts[i] for i in mine),
+                max_seq_len=max(lengths),
+                extra=None,
+                host=(accumulated, lengths),
+                latent_parts=None,
+                choosing=None,
+            )
+            part.backend.build(part)
+            self._others[group] = own, part
+        return self._others[group] if mine else None
+
+
+def choosing_step(attn: GroupedMetadata, top: int, num_heads: int) -> ChoosingStep | None:
+    """Return the tokens of a step that choose keys, the same for all layers; None if all attend to all their keys."""
+    first = attn[0]
+    if first.max_seq_len <= top:
+        return None
+    if first.choosing is None:
+        first.choosing = ChoosingStep(first, top, num_heads)
+    return first.choosing if first.choosing.pieces else None
+
+
+def choose(piece: Piece, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top: int) -> torch.Tensor:
+    """Return the positions of the chosen keys, int64 `[B, Q, top]`, for q `[B, Q, heads, I]` with `weights` `[B, Q,
+    heads]`, all float32, and keys `[B, longest, I]`.
+    """
+    if q.shape[1] == 1:
+        scores = F.relu(torch.bmm(q[:, 0], keys.transpose(1, 2)))  # [B, heads, longest]
+        scores = torch.bmm(weights, scores)
+    else:
+        scores = keys.new_zeros(*q.shape[:2], keys.shape[1])
+        for head in range(q.shape[2]):
+            scores += weights[:, :, head, None] * F.relu(torch.bmm(q[:, :, head], keys.transpose(1, 2)))
+    number = torch.arange(keys.shape[1], device=keys.device)
+    return scores.masked_fill_(number > piece.positions[..., None], -torch.inf).topk(top, -1).indices
+
+
+def attend_to_chosen(
+    q: torch.Tensor,
+    cache: KVCache,
+    tokens: torch.Tensor,
+    piece: Piece,
+    meta: AttentionMetadata,
+    rank: int,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the attended latents `[S, H, rank]` of q `[S, H, W]`, queries number `tokens` `[S]` of a piece."""
+    number = piece.tokens.shape[1]
+    keys, size = piece.keys.flatten(0, 1)[tokens], cache.shape[1]
+    blocks = meta.block_table[piece.requests[tokens // number][:, None], keys // size].long()
+    latents = gather(cache, blocks, keys % size).to(q.dtype)  # [S, top, W]
+    scores = (torch.bmm(q, latents.transpose(1, 2)) * scale).float()
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[None, :, None].expand(len(q), -1, 1)], -1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]].to(q.dtype)
+    return torch.bmm(weights, latents[..., :rank])
+
+
+def tokens_at_once(cache: KVCache, top: int, itemsize: int) -> int:
+    """Return the number of tokens whose chosen latents fit into the memory for them."""
+    return max(1, _GATHERED // (top * cache.shape[-1] * itemsize))
+
+
+def gather(cache: KVCache, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the entries `[..., width]` at `blocks` and `offsets` of a cache with one head; float32 if in 8 bits."""
+    if isinstance(cache, torch.Tensor):
+        return cache[blocks, offsets, 0]
+    values = as_bytes(cache.values)[blocks, offsets, 0].view(cache.values.dtype)
+    return cache.widened(values, cache.scales[blocks, offsets, 0])
