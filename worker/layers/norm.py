@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def round_for(self, rounding: Rounding) -> None:
-        """Also attach the result in 8 bits, for a product that takes it. The platform's operations must support it."""
+        """Attach also the result in 8 bits, for a product that takes it. The platform's operations must support it."""
         self.rms_norm = partial(self.rms_norm, rounding=rounding)
         self.add_rms_norm = partial(self.add_rms_norm, rounding=rounding)
 
