@@ -95,7 +95,8 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float, bias: bool = True, offset: bool = False):
         super().__init__()
         self.eps = eps
-        self.weight = norm_weight(size, plus_one if offset else None, wide=True)
+        self.view: View | None = plus_one if offset else None
+        self.weight = norm_weight(size, self.view, wide=True)
         self.bias = norm_weight(size, wide=True) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
