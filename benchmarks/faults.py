@@ -121,7 +121,7 @@ def fill(file: Path) -> None:
 
 
 def full_disk() -> str:
-    """Everything that the server writes is on a full file system."""
+    """Run a server all of whose files are on a full file system."""
     if not may_mount():
         return "not tried: mounting is not allowed here"
     with tempfile.TemporaryDirectory() as name:
@@ -247,7 +247,7 @@ def clock_jump(jump: float) -> Callable[[], str]:
 
 
 def vanished_clients() -> str:
-    """Clients whose machine is gone: no FIN, no RST."""
+    """Let clients' machines vanish: no FIN, no RST."""
     with serving(ROOT, fake="step_delay=0.05") as server:
         clients = twenty_requests(server, stream=True)
         try:
@@ -260,7 +260,7 @@ def vanished_clients() -> str:
 
 
 def half_open() -> str:
-    """Clients behind a network that drops every packet: the round runs in a network of its own."""
+    """Drop every packet of the clients' network; the round runs in a network of its own."""
     inside = [sys.executable, "-m", "benchmarks.faults", "--dropped"]
     script = 'ip link set lo up && exec "$@"'
     done = subprocess.run(

@@ -342,7 +342,7 @@ class Measurement:
         engine.executor.shutdown()
 
     def drafts(self) -> None:
-        """Measure, for m tokens, a step of one token each of m requests, which replays one graph, and one of a request
+        """Measure for m tokens a step of one token each of m requests, which replays one graph, and one of a request
         that verifies m - 1 drafts, which runs in pieces. Drafts of which a share p is right give (1 + m p) tokens in
         the second time instead of one token in the first.
         """

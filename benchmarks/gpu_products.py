@@ -77,7 +77,7 @@ def _measure_experts(name: str, sizes: tuple, numbers: tuple[int, ...], device: 
 
 
 class _NoWeight:
-    """In place of a method, until `_give` gives the layer its weight."""
+    """A placeholder for a method until `_give` gives the layer its weight."""
 
     def create_weights(self, layer: Linear) -> None:
         layer.weight = None
@@ -148,7 +148,7 @@ FORMS: dict[str, Callable[[Linear, str], None]] = {
 
 
 def rows_of_table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Markdown: microseconds, and GB/s of the weight's bytes, for each number of rows."""
+    """Return Markdown: microseconds, and GB/s of the weight's bytes, for each number of rows."""
     numbers = list(next(iter(found.values()))["seconds"])
     lines = [
         f"| product, us (GB/s of the weight) | {' | '.join(f'rows: {rows}' for rows in numbers)} |",

@@ -274,7 +274,7 @@ def slowloris(tree: Path) -> str:
 
 
 def uploads(tree: Path) -> str:
-    """20 times 8 uploads of 60 MB; refused ones are closed by the client."""
+    """Send 20 times 8 uploads of 60 MB; refused ones are closed by the client."""
     with serving(tree) as server:
         process = psutil.Process(server.process.pid)
         before = process.memory_info().rss

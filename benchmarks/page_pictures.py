@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def watched(page: Browser) -> None:
-    """A server of the smallest model, which answers some requests."""
+    """Run a server of the smallest model, which answers some requests."""
     real = {"distributed_executor_backend": "uniproc", "served_model_name": ["quire-tiny"], "max_model_len": "2048"}
     with running_server(str(EMBEDDED_MODEL), **real) as server, ThreadPoolExecutor(3) as others:
         server.wait_ready(300)

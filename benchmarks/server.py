@@ -39,7 +39,7 @@ class Server:
         variables: Mapping[str, str] = MappingProxyType({}),
         max_files: int | None = None,
     ):
-        """`tree` is a checkout of quire, `prefix` a command that runs the server's, `max_files` its descriptors."""
+        """Start a server of the checkout `tree`, by the command `prefix`, with `max_files` descriptors."""
         self.port, self.folder = free_port(), Path(tempfile.mkdtemp(prefix="kr"))
         self.url, self.log_path = f"http://127.0.0.1:{self.port}", self.folder / "log"
         (self.folder / "tmp").mkdir()

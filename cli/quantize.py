@@ -102,7 +102,7 @@ def _quantize(args) -> None:
 
 
 def _bar(bar: StartProgress) -> Callable[[float], None] | None:
-    """Draws the fraction of layers on a terminal; elsewhere the lines about each layer are enough."""
+    """Draw the fraction of layers on a terminal; elsewhere the lines about each layer are enough."""
     return functools.partial(bar.update, "quantizing") if bar.stream.isatty() else None
 
 

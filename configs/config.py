@@ -184,7 +184,7 @@ class CacheConfig:
 
     @property
     def transfer(self) -> KVTransferSettings:
-        """Settings for sending KV blocks to other servers and reading theirs."""
+        """Return the settings for sending KV blocks to other servers and reading theirs."""
         found = read_kv_transfer(self.kv_transfer_config) if self.kv_transfer_config else KVTransferSettings()
         return replace(found, host=self.kv_transfer_host or found.host, port=self.kv_transfer_port or found.port)
 

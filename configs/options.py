@@ -193,7 +193,7 @@ def parse_count(value: Any) -> int:
 
 
 def parse_mapping(value: Any) -> str:
-    """`image=4,video=0`, a JSON object as text, or a mapping -> JSON."""
+    """Convert `image=4,video=0`, a JSON object as text, or a mapping to JSON."""
     if isinstance(value, str):
         value = json.loads(value) if value.startswith("{") else dict(_pair(pair) for pair in value.split(","))
     if not isinstance(value, Mapping):
@@ -215,7 +215,7 @@ def positive(number: int) -> int:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`"; did you mean X?"` for the nearest of `known`, or "" if none is near."""
+    """Return `"; did you mean X?"` for the nearest of `known`, or "" if none is near."""
     plain = {name.lstrip("-").replace("-", "_").lower(): name for name in known}
     near = difflib.get_close_matches(word.lstrip("-").replace("-", "_").lower(), plain, n=1, cutoff=NEAR)
     return f"; did you mean {plain[near[0]]}?" if near else ""

@@ -82,7 +82,7 @@ def kill_descendants() -> None:
 
 
 def dump_stacks_on(number: signal.Signals, name: str) -> None:
-    """On signal `number`, write the stacks of all threads, including threads that hang in compiled code and never
+    """Write, on signal `number`, the stacks of all threads, including threads that hang in compiled code and never
     return to Python.
 
     The dump goes to the file `name` + STACKS_SUFFIX in the folder that the environment variable STACKS_FOLDER names, or

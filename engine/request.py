@@ -158,7 +158,7 @@ class Request:
 
     @property
     def arrival(self) -> float:
-        """Time of arrival in seconds, by the engine's monotonic clock."""
+        """Return the time of arrival in seconds, by the engine's monotonic clock."""
         return self.key[-2]
 
     @property

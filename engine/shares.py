@@ -29,7 +29,7 @@ class Shares:
 
     @property
     def num_tenants(self) -> int:
-        """Number of tenants that have requests."""
+        """Return the number of tenants that have requests."""
         return len(self._num_requests)
 
     def used(self, tenant: str) -> float:

@@ -40,7 +40,7 @@ class Store:
     """Base of stores: a database with a schema, used by one thread."""
 
     def __init__(self, path: Path | None, schema: str, *pragmas: str):
-        """Raises OSError for a file that cannot be written, sqlite3.Error for a damaged database."""
+        """Raise OSError for a file that cannot be written, sqlite3.Error for a damaged database."""
         self._db = connect(path, *pragmas)
         self._db.executescript(schema)
 

@@ -202,7 +202,7 @@ class Launcher:
     """
 
     def __init__(self, config: Config, listener: socket.socket, started: float, spare: SpareEngine | None = None):
-        """Raises ValueError for files that cannot be used, or a folder that holds no model, OSError when the port
+        """Raise ValueError for files that cannot be used, or a folder that holds no model, OSError when the port
         cannot be shared.
         """
         self.config, self.listener, self.started, self.spare = config, listener, started, spare or SpareEngine()
@@ -262,7 +262,7 @@ class Launcher:
     # ---- start
 
     async def _run_engines(self) -> None:
-        """Ends only by raising: ValueError, EngineFailed."""
+        """Run the engines until ValueError or EngineFailed is raised."""
         try:
             await self.engines.run(self.frontend, self._on_ready, self._on_stats, self._progress)
         finally:

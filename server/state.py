@@ -134,7 +134,7 @@ class ServerState:
         return body
 
     def require_ready(self) -> ModelInfo:
-        """Raises Unavailable if no request can be accepted now."""
+        """Raise Unavailable if no request can be accepted now."""
         match self.status:
             case "failed":
                 raise Unavailable("The engine has failed and the server is ending.", code="engine_dead", retry_after=10)
@@ -149,7 +149,7 @@ class ServerState:
         return self.model
 
     def require_room(self, num_choices: int = 1, num_tokens: int = 0, param: str | None = None) -> None:
-        """Raises Unavailable if, with `num_choices` more, waiting choices would exceed --max-num-queued-reqs, or, with
+        """Raise Unavailable if, with `num_choices` more, waiting choices would exceed --max-num-queued-reqs, or, with
         `num_tokens` more (each choice counts its prompt), the tokens of waiting prompts --max-num-queued-tokens;
         BadRequest for the field `param` if a limit would be exceeded even on an idle server.
         """
@@ -187,7 +187,7 @@ class ServerState:
         return num_waiting
 
     def require_batches(self) -> Batches:
-        """Raises NotFound without --batch-dir."""
+        """Raise NotFound without --batch-dir."""
         if self.batches is None:
             raise NotFound("This server keeps no files: start it with --batch-dir DIR for /v1/files and /v1/batches.")
         return self.batches
@@ -211,7 +211,7 @@ class ServerState:
         return name if name in self.all_names else self.names[0]
 
     def require_model(self, name: str | None, known: Sequence[str]) -> None:
-        """Raises NotFound, which names the `known` ones, unless `name` is absent, empty or a name of the model."""
+        """Raise NotFound, which names the `known` ones, unless `name` is absent, empty or a name of the model."""
         if name and name not in self.all_names and name not in self.aliases:
             names = ", ".join(f"'{one}'" for one in known[:20]) or "no model for this key"
             raise NotFound(

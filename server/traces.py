@@ -20,7 +20,7 @@ class Traces:
     """
 
     def __init__(self, endpoint: str, model: str, version: str):
-        """Raises ValueError for an endpoint of another protocol, and without the SDK."""
+        """Raise ValueError for an endpoint of another protocol, and without the SDK."""
         protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
         if protocol not in (None, "", "http/protobuf"):
             raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol}: traces are sent by http/protobuf only")

@@ -243,7 +243,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Install; returns 1 if that fails."""
+    """Install, and return 1 if that fails."""
     arguments = parse(argv)
     if sys.version_info < OLDEST_PYTHON:
         say(

@@ -61,13 +61,13 @@ Tests compare tokens and log-probabilities with transformers', or with the publi
 sentence-transformers.
 
 Texts for encoders are cut where sentence-transformers cuts them (`max_seq_length`, `model_max_length`) and get lower
-case if `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, longer lists of token ids are 400.
-`dimensions` needs a model with it (`is_matryoshka`, `matryoshka_dimensions`, `truncate_dim`; Qwen3, Gemma and
+case if `do_lower_case` is set; `truncate_prompt_tokens: -1` cuts to the same limit, longer lists of token ids get 400.
+`dimensions` needs a model that supports it (`is_matryoshka`, `matryoshka_dimensions`, `truncate_dim`; Qwen3, Gemma and
 Nomic embedders), or `--matryoshka`.
 
 """
-_REFUSED = """Refused are models that keep their state elsewhere (xLSTM, RecurrentGemma, RWKV) or
-attend outside transformers' interface (BLOOM, GPT-J).
+_REFUSED = """Models that keep their state elsewhere (xLSTM, RecurrentGemma,
+RWKV) or attend outside transformers' interface (BLOOM, GPT-J) are refused.
 90 of the 95 recipes for text that vLLM gained since February 2026 are served (`python -m tools.recipes`).
 """
 
@@ -157,8 +157,8 @@ def page() -> str:
         f"Models that read images ([vision.md](vision.md)): {seeing}.\n\n"
         f"Models that transcribe audio ([audio.md](audio.md)): {hearing}.\n\n"
         f"Models with images or sound that are served as text only: {text_only}.\n\n"
-        f"GGUF files are served of these architectures, by llama.cpp's names: {names(ARCHITECTURES)}.\n\n"
-        "Other causal models run in transformers' implementation; compared with it are "
+        f"GGUF architectures, by llama.cpp's names: {names(ARCHITECTURES)}.\n\n"
+        "Tests compare these models that run in transformers' implementation with it: "
         f"{names(FALLBACK)}. {_REFUSED}"
     )
     return _HEAD + rows + _TAIL + exceptions(DECODERS | ENCODERS) + "\n" + text

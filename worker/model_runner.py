@@ -248,7 +248,7 @@ class ModelRunner:
             self._unsettled.popleft().result()
 
     def _execute(self, step: StepInput, saved: SavedState | None) -> Output:
-        """`execute`; `saved` is the state of a part's single request, if the part updates it in place."""
+        """Execute a part. `saved` is the state of its single request, if the part updates it in place."""
         self.stage.await_token_ids(step, self.table)
         make_drafts = None
         if step.num_draft and (self.stage.first or self.stage.last):

@@ -72,20 +72,16 @@ class MultiprocExecutor(Executor):
         self._folder: tempfile.TemporaryDirectory | None = None  # folder of the rendezvous file, if the engine has none
 
     def initialize(self, progress: ReportProgress) -> WorkerReady:
-        context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks and a CUDA context
         init_method, parallel = None, self._config.parallel
         if parallel.nnodes > 1:
             init_method = f"tcp://{parallel.master_addr}:{_free_port(parallel.master_addr)}"
         elif self._world_size > 1:
             init_method = f"file://{self._make_rendezvous()}"
         for rank in range(parallel.ranks_per_node):
-            ours, theirs = context.Pipe()
+            ours, theirs = multiprocessing.Pipe()
             place = Place(rank, self._world_size, init_method, rank == self._answering)
-            args = (self.worker_class, self._config, place, theirs)
-            process = context.Process(target=worker_main, args=args, name=f"worker {rank}", daemon=True)
-            process.start()
+            self._processes.append(self._spawn(self.worker_class, self._config, place, theirs))
             theirs.close()  # the worker holds the only copy: its death ends the pipe
-            self._processes.append(process)
             self._pipes.append(ours)
         if parallel.nnodes > 1:
             self._remote = RemoteRanks(self._config, self._check_local)
@@ -101,6 +97,17 @@ class MultiprocExecutor(Executor):
         if len({(ready.num_blocks, ready.block_size, ready.max_model_len) for ready in found.values()}) > 1:
             raise RuntimeError(f"the ranks do not agree on the size of the KV cache: {found}")
         return found[0]
+
+    @staticmethod
+    def _spawn(
+        worker_class: str, config: Config, place: Place, pipe: Connection
+    ) -> multiprocessing.process.BaseProcess:
+        """Return the process of a rank, started."""
+        context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks and a CUDA context
+        args = worker_class, config, place, pipe
+        process = context.Process(target=worker_main, args=args, name=f"worker {place.rank}", daemon=True)
+        process.start()
+        return process
 
     def _check_local(self) -> None:
         """Raise RuntimeError if a rank of this node has ended."""

@@ -64,12 +64,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
+        """Return the number of free blocks."""
         return self.free_blocks.num_free
 
     @property
     def num_free_states(self) -> int:
-        """Number of free pages for states."""
+        """Return the number of free pages for states."""
         return self.free_states.num_free
 
     @property

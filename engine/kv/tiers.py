@@ -52,7 +52,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Totals since the start."""
+    """Totals of blocks in lower tiers since the start."""
 
     queries: int = 0  # tokens that the pool did not have
     hits: int = 0  # tokens among these that were fetched
@@ -111,7 +111,7 @@ class Tiers:
 
     @property
     def num_unsaved(self) -> int:
-        """Number of hot blocks in the pool that no tier has for the next start."""
+        """Return the number of hot blocks in the pool that no tier has for the next start."""
         return len(self._hot.unsaved) if self.save_hot else 0
 
     def forget_measured(self) -> None:

@@ -27,7 +27,7 @@ def is_full(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def or_full() -> Iterator[None]:
-    """Raises InsufficientStorage where the disk is full."""
+    """Raise InsufficientStorage where the disk is full."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:

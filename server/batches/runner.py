@@ -68,7 +68,7 @@ class Batches:
     """The store of a server process, with one thread that uses it, and the runner if this process holds the lock."""
 
     def __init__(self, folder: str, max_bytes: int, state: Host):
-        """Raises ValueError for a folder that cannot be used."""
+        """Raise ValueError for a folder that cannot be used."""
         try:
             self.store = Store(folder, max_bytes, several=_is_shared(state))
         except (OSError, sqlite3.Error) as error:

@@ -66,7 +66,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Times are in seconds since the epoch, None for events that have not happened."""
+    """A batch. Times are in seconds since the epoch, None for events that have not happened."""
 
     id: str
     owner: str
@@ -110,7 +110,7 @@ class Store(database.Store):
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int, several: bool = False):
-        """Raises OSError if the folder cannot be written, sqlite3.Error for a damaged database."""
+        """Raise OSError if the folder cannot be written, sqlite3.Error for a damaged database."""
         self.folder, self.max_bytes, self.several = Path(folder), max_bytes, several
         self._held: Counter[str] = Counter()  # bytes of uploads that are on their way, by owner
         self._held_lock = threading.Lock()
@@ -156,7 +156,7 @@ class Store(database.Store):
         return max((left // 2 if self.several else left) - own, 0)
 
     def require_space(self, num_bytes: int, owner: str, what: str, param: str) -> None:
-        """Raises BadRequest if `num_bytes` more of an owner would exceed the limit."""
+        """Raise BadRequest if `num_bytes` more of an owner would exceed the limit."""
         self._delete_expired_files()
         if num_bytes > (free := self.free_bytes(owner)):
             raise BadRequest(
@@ -234,7 +234,7 @@ class Store(database.Store):
         part.finish(self.path(file.id))
 
     def file(self, file_id: str, owner: str) -> File:
-        """Raises NotFound, also for a file of another owner."""
+        """Raise NotFound, also for a file of another owner."""
         row = self._db.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         if row is None or (row[-1] is not None and row[-1] <= time.time()):
             raise _no_such_file(file_id)
@@ -265,7 +265,7 @@ class Store(database.Store):
         ).fetchall()
 
     def delete_file(self, file_id: str, owner: str) -> None:
-        """Raises NotFound, and BadRequest while a batch reads the file."""
+        """Raise NotFound, and BadRequest while a batch reads the file."""
         self.file(file_id, owner)
         row = self._db.execute(
             f"SELECT id FROM batches WHERE input_file_id = ? AND status IN {_OPEN}", (file_id,)
@@ -328,7 +328,7 @@ class Store(database.Store):
         return self.batch(batch_id, owner)
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
-        """Raises NotFound, also for a batch of another owner (None: any)."""
+        """Raise NotFound, also for a batch of another owner (None: any)."""
         row = self._db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
         if row is None or owner not in (None, row[1]):
             raise NotFound(f"No such batch: '{batch_id[:100]}'.", param="batch_id", code="batch_not_found")

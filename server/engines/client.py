@@ -51,7 +51,7 @@ _LEAVING = 4  # messages from the engine within which it may still run a request
 
 
 class EngineUnavailable(RuntimeError):
-    """No engine is ready, or the engine died before it answered."""
+    """Raised if no engine is ready, or the engine died before it answered."""
 
 
 class EngineCallError(RuntimeError):
@@ -172,7 +172,7 @@ def _extend(a: list | None, b: list | None) -> list | None:
 
 
 class EngineClient:
-    """Connected to one engine at a time. All methods must be called on one event loop.
+    """The connection to one engine at a time. All methods must be called on one event loop.
 
     `index` is the engine's number. `progress`, `ready` and `dead` are the current engine's last messages about itself.
     `on_stats` and `on_progress` are called as messages arrive, `on_connect` with each new engine's address, `on_death`

@@ -94,7 +94,7 @@ class RemoteEngine:
         self._located, self._ended, self._leaving = threading.Event(), threading.Event(), threading.Event()
 
     def start(self) -> None:
-        """Wait, from now on, for the engine to join."""
+        """Begin to wait for the engine to join."""
         self._rendezvous.expect(self)
 
     def successor(self) -> RemoteEngine:

@@ -7,7 +7,7 @@ from quire.server.engines.process import EngineProcess
 
 
 class SpareEngine:
-    """At most one process that has imported an executor, with this niceness, and waits for its configuration."""
+    """Keeps at most one process that has imported an executor, with this niceness, and waits for its configuration."""
 
     def __init__(self, niceness: int = 0) -> None:
         self._niceness = niceness

@@ -11,7 +11,7 @@ from quire.server.queue_wait import retry_after
 
 
 def require_model(caller: Caller, name: str | None, state: needs.Choice) -> None:
-    """Raises NotFound unless `name` is absent, empty or a name of the model, Forbidden if the request's key may not ask
+    """Raise NotFound unless `name` is absent, empty or a name of the model, Forbidden if the request's key may not ask
     for it.
     """
     key = key_of(caller, state)
@@ -21,7 +21,7 @@ def require_model(caller: Caller, name: str | None, state: needs.Choice) -> None
 
 
 def check_model(key: Key, model: str | None, state: needs.Names) -> None:
-    """Raises Forbidden unless the key may ask for the model by this name; without one, by any of its names."""
+    """Raise Forbidden unless the key may ask for the model by this name; without one, by any of its names."""
     if key.models is None:
         return
     allowed = model in key.models if model else any(name in key.models for name in (*state.names, *state.aliases))
@@ -46,7 +46,7 @@ def visible_names(key: Key | None, state: needs.Names) -> list[str]:
 
 
 def check_queue(key: Key, num_choices: int, state: needs.Reservation) -> None:
-    """Raises TooManyRequests if the server is full, and more choices of the key would wait than it may have waiting."""
+    """Raise TooManyRequests if the server is full, and more choices of the key would wait than it may have waiting."""
     limit = key.max_queued_requests
     if limit is None or not state.would_wait(num_choices):
         return

@@ -42,7 +42,7 @@ class Accounts(Protocol):
 
 @dataclass(slots=True)
 class Account:
-    """Opened when a request is admitted, closed when its answer has ended."""
+    """The account of a request, opened when it is admitted, closed when its answer has ended."""
 
     state: Accounts
     caller: Caller
@@ -64,7 +64,7 @@ class Account:
 
     @property
     def _arrived(self) -> float:
-        """time.time() of the request's first byte, as well as it is known."""
+        """Return time.time() of the request's first byte, as exactly as it is known."""
         return self.opened - self.preparation
 
     def _start_choices(self, num_choices: int) -> None:
@@ -112,7 +112,7 @@ class Account:
             state.traces.record(self.headers, self.requests, self._arrived, self.opened, time.time(), attributes)
 
     def _row(self, status: int | None) -> dict[str, object]:
-        """Counts, never content."""
+        """Return the counts of a request, never content."""
         used = self.used
         return {
             "time": AuditLog.timestamp(self.opened),

@@ -15,12 +15,12 @@ _LOOK_SECONDS = 1.0  # between looks whether the file was moved away
 
 
 class AuditLog:
-    """Several processes may append to one file, because each line is one write. A file that a tool moved away is made
-    anew.
+    """Appends audit lines. Several processes may share a file, because each line is one write. A file that a tool moved
+    away is made anew.
     """
 
     def __init__(self, path: str):
-        """Raises ValueError if the file cannot be written."""
+        """Raise ValueError if the file cannot be written."""
         self.path = path
         self._failed = False
         self._looked = time.monotonic()

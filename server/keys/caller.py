@@ -29,7 +29,9 @@ class Account(Protocol):
 
 @dataclass(slots=True)
 class Caller:
-    """Made by the outermost layer. Each group of fields has one writer, in the order in which they run."""
+    """Facts about a request, made by the outermost layer. Each group of fields has one writer, in the order in which
+    they run.
+    """
 
     # the connection (`RequestBoundary`), or the runner of batches; the body's or a header's id replaces `request_id`
     request_id: str

@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS running (
 
 
 class Ledger:
-    """Belongs to the event loop of a frontend."""
+    """The use of keys. Belongs to the event loop of a frontend."""
 
     def __init__(self, path: str | None, key_file: str | None):
         self._path, self._key_file = path, key_file

@@ -25,8 +25,8 @@ class Names(Protocol):
 
 
 class Choice(Names, Accounts, Protocol):
-    """To decide which models a request may name."""
+    """Parts of the server that decide which models a request may name."""
 
 
 class Reservation(Queue, Accounts, Protocol):
-    """To reserve the room of an accepted request, and to charge it."""
+    """Parts of the server that reserve the room of an accepted request and charge it."""

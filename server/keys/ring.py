@@ -34,7 +34,7 @@ class KeyRing:
     """`is_required`: requests need a key, and not only those for administrators."""
 
     def __init__(self, config: ServerConfig, counts: bool = True):
-        """Raises ValueError for a file of keys that cannot be used. With `counts` the use of limited keys is counted in
+        """Raise ValueError for a file of keys that cannot be used. With `counts` the use of limited keys is counted in
         a file.
         """
         self._path, self._counts = config.api_key_file, counts

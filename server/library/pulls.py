@@ -17,13 +17,13 @@ _MODULE = "quire.checkpoints.pulling"
 
 
 class Pulls:
-    """Belongs to one event loop."""
+    """Running downloads. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self.num_running = 0
 
     def require_room(self) -> None:
-        """Raises Unavailable if MAX_PULLS downloads run."""
+        """Raise Unavailable if MAX_PULLS downloads run."""
         if self.num_running >= MAX_PULLS:
             raise Unavailable(f"{MAX_PULLS} downloads run already; this server runs no more at once.", retry_after=30)
 

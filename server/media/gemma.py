@@ -16,7 +16,9 @@ _PAN_AND_SCAN = "pan_and_scan_"
 
 
 class Gemma3Processor:
-    """With pan and scan (option `do_pan_and_scan`), crops of a long image follow the whole one."""
+    """Prepares images for Gemma 3. With pan and scan (option `do_pan_and_scan`), crops of a long image follow the whole
+    one.
+    """
 
     placeholder: ClassVar[str] = "<start_of_image>"
     image_token = "<image_soft_token>"

@@ -15,7 +15,7 @@ _LONGEST = 4096  # pixels to which images are resized at most
 
 
 class Idefics3Processor:
-    """With `detail` low, only the whole image is shown."""
+    """Prepares images for Idefics 3. With `detail` low, only the whole image is shown."""
 
     placeholder: ClassVar[str] = "<image>"
     image_token = "<image>"

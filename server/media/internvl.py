@@ -13,7 +13,7 @@ _MOST_TILES = 64  # that a client may ask for
 
 
 class InternVLProcessor:
-    """With `detail` low, only the whole image is shown."""
+    """Prepares images for InternVL. With `detail` low, only the whole image is shown."""
 
     placeholder: ClassVar[str] = "<IMG_CONTEXT>"
     image_token = "<IMG_CONTEXT>"

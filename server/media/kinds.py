@@ -115,7 +115,7 @@ class ImageKind(KindBase):
     name = "image"
 
     def __init__(self, processor: ImageProcessor, token_id: int, config: MediaConfig, defaults: dict[str, Any]):
-        """`defaults` are the server's mm_processor_kwargs."""
+        """Keep `defaults`, the server's mm_processor_kwargs."""
         super().__init__(Turns(NUM_THREADS, max_bytes=MAX_BYTES), NUM_THREADS)
         self._processor, self.token_id, self._config = processor, token_id, config
         self.placeholder, self.token, self.options = processor.placeholder, processor.image_token, processor.options

@@ -17,7 +17,7 @@ _MOST = {"min_image_tokens": 4096, "max_image_tokens": 4096, "min_tiles": 64, "m
 
 
 class Lfm2VLProcessor:
-    """With `detail` low, an image is not cut."""
+    """Prepares images for LFM2-VL. With `detail` low, an image is not cut."""
 
     placeholder: ClassVar[str] = "<image>"
     image_token = "<image>"

@@ -16,7 +16,7 @@ _PINPOINTS = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in
 
 
 class LlavaOnevisionProcessor:
-    """With `detail` low, a single image is shown as one of several."""
+    """Prepares images for LLaVA-OneVision. With `detail` low, a single image is shown as one of several."""
 
     placeholder: ClassVar[str] = "<image>"
     image_token = "<image>"

@@ -207,7 +207,7 @@ class _Routes:
         return Response(status_code=200)
 
     async def is_sleeping(self, request: Request, state: HostState) -> Response:
-        """Tell if a model is unloaded."""
+        """Answer whether a model is unloaded."""
         return JsonResponse(Sleeping(self._asked(request, state).status != LOADED))
 
 

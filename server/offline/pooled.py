@@ -46,7 +46,7 @@ def embedding_requests(
     normalize: bool | None,
     truncate_prompt_tokens: int | None,
 ) -> list[GenerationRequest]:
-    """Raises BadRequest."""
+    """Raise BadRequest."""
     params = embed_params(state.model, dimensions, normalize)
     return prepare(_spec(request_id, "prompts", truncate_prompt_tokens, prompts, params), state)
 
@@ -54,7 +54,7 @@ def embedding_requests(
 def classification_requests(
     request_id: str, prompts: list[str] | list[list[int]], state: needs.Encoding, truncate_prompt_tokens: int | None
 ) -> list[GenerationRequest]:
-    """Raises BadRequest."""
+    """Raise BadRequest."""
     require_task(state.model, "classify")
     params = PoolingParams("classify")
     return prepare(_spec(request_id, "prompts", truncate_prompt_tokens, prompts, params), state)

@@ -42,7 +42,7 @@ def template_messages(conversation: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 
 def checked_options(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Raises ValueError."""
+    """Raise ValueError."""
     return None if given is None else converted(given, ProcessorOptions, "mm_processor_kwargs.")
 
 

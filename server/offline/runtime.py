@@ -82,7 +82,7 @@ class Runtime:
                 raise
 
     def require_alive(self) -> None:
-        """Raises RuntimeError if the engine has failed for good."""
+        """Raise RuntimeError if the engine has failed for good."""
         if self.state.failure is not None:
             raise RuntimeError(f"the engine failed: {self.state.failure}")
 

@@ -64,7 +64,6 @@ def loading(
 # ---- messages
 
 
-
 def _unseen(message: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Return the message for a model that reads no media of `kinds`: in tool results, text replaces each.
 
@@ -109,7 +108,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Placeholders:
-    """Hides placeholders in client text while a template renders it, and finds those of the template."""
+    """Hides placeholders in client text while a template renders it, and finds the template's own."""
 
     def __init__(self, kinds: Mapping[str, Kind], template: ChatTemplate):
         self._texts = {name: kind.placeholder for name, kind in kinds.items()}

@@ -1,4 +1,4 @@
-"""News of one choice of a request, as generation makes it and dialects write it."""
+"""The progress of one choice of a request, as generation makes it and dialects write it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.server.parsers.events import Event
 
 @dataclass(slots=True)
 class Delta:
-    """News of one choice. `token_ids` and `logprobs` (parallel) are the tokens whose text is complete with this
+    """The progress of one choice. `token_ids` and `logprobs` (parallel) are the tokens whose text is complete with this
     delta's.
 
     `finish_reason`, on the last: stop (`stop_reason` is the stop string or stop token id, None for an end-of-sequence

@@ -90,12 +90,12 @@ class ConfiguredEngine(Engine, Settings, Protocol):
 
 
 class Images(Media, Model, Protocol):
-    """To load the images of a prompt."""
+    """Parts of the server that load the images of a prompt."""
 
 
 class Encoding(Text, Model, Protocol):
-    """To turn texts into token ids that fit the model."""
+    """Parts of the server that turn texts into token ids that fit the model."""
 
 
 class Prompting(Encoding, Images, Formats, Settings, Protocol):
-    """To turn a conversation or text into the token ids of a prompt."""
+    """Parts of the server that turn a conversation or text into the token ids of a prompt."""

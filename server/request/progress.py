@@ -81,7 +81,7 @@ class PrefillProgress:
 
 
 def check_progress(wanted: bool | None, streams: bool | None) -> None:
-    """Raises BadRequest for a `return_progress` without a stream that could report it."""
+    """Raise BadRequest for a `return_progress` without a stream that could report it."""
     if wanted and not streams:
         raise BadRequest("return_progress needs stream to be true.", param="return_progress")
 

@@ -191,7 +191,7 @@ def fit(sampling: SamplingParams, num_prompt_tokens: int, model: ModelInfo, para
 
 
 def check_max_tokens(spec: GenerationSpec, num_prompt_tokens: int, model: ModelInfo) -> None:
-    """Raises BadRequest if max_tokens exceeds the context length, unless the dialect clips it.
+    """Raise BadRequest if max_tokens exceeds the context length, unless the dialect clips it.
 
     (A value that only exceeds the room after this prompt is clipped by `fit`, as vLLM and OpenAI do.)
     """

@@ -45,7 +45,7 @@ class Tool:
 
 
 def require_object(parameters: dict[str, Any] | None, path: str) -> None:
-    """Raises BadRequest for a schema of arguments that no object fits."""
+    """Raise BadRequest for a schema of arguments that no object fits."""
     kind = (parameters or {}).get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise BadRequest(
@@ -65,7 +65,7 @@ class ToolChoice:
 
 @dataclass(slots=True, frozen=True)
 class Reasoning:
-    """How the model thinks before it answers. None: as the model's template has it.
+    """Settings for thoughts before the answer. None: the default of the model's template.
 
     effort: how much, a word of `EFFORTS`. budget: the largest number of tokens that it may think. enabled: whether it
     thinks at all. separate: tell reasoning from content; False leaves all text as it is. stream: reasoning comes in

@@ -118,8 +118,9 @@ class ByteStream:
 
 
 class PieceDecoding:
-    """Each token is text by itself. `steps` convert a token string to text, given whether it is the first; byte tokens
-    are collected if `byte_fallback`; `strip` is the number of `strip_char` characters dropped at the very start.
+    """Decodes tokens that are text by themselves. `steps` convert a token string to text, given whether it is the
+    first; byte tokens are collected if `byte_fallback`; `strip` is the number of `strip_char` characters dropped at the
+    very start.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class PieceStream:
 
 
 class WindowDecoding:
-    """For any tokenizer with `decode(ids, skip)`: a token's text is its addition to the text of the tokens before it.
+    """Decodes with any tokenizer that has `decode(ids, skip)`: a token's text is its addition to the text before it.
 
     Exact if a token's text depends only on tokens in the window. A window of `longest` tokens that still ends in U+FFFD
     is emitted as it is. With `byte_level`, tokens are spelled in GPT-2's alphabet of bytes.

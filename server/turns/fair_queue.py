@@ -32,8 +32,8 @@ class _Tenant:
 
 
 class Turns:
-    """At most `num_slots` pieces of work at once, which take at most `max_bytes` together; one that takes more waits
-    until it is alone. Belongs to one event loop.
+    """Runs at most `num_slots` pieces of work at once, which take at most `max_bytes` together; one that takes more
+    waits until it is alone. Belongs to one event loop.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Deferred(Generic[T]):
 
 
 class Threads:
-    """Belongs to one event loop.
+    """Threads of tasks that take turns. Belongs to one event loop.
 
     A size is in bytes of request body, or work equivalent to that many bytes.
     """

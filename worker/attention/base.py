@@ -141,7 +141,7 @@ class AttentionBackend(ABC):
         """Compute `meta.extra`, once per step."""
 
     def native_requests(self, meta: AttentionMetadata, head_dim: int, dtype: torch.dtype) -> NativeRequests | None:
-        """If `forward` is `cpu_ops.paged_attention`, return its arguments that are the same in every layer, so that
+        """Return, if `forward` is `cpu_ops.paged_attention`, its arguments that are the same in every layer, so that
         native code can call the kernel itself. Else None.
         """
         return None

@@ -230,7 +230,7 @@ class MixedGraphs:
 
 
 class _Recording:
-    """What happens at the ends of pieces while a size is recorded. A recorder runs the pass twice; the second one
+    """Handles the ends of pieces while a size is recorded. A recorder runs the pass twice; the second one
     counts.
     """
 

@@ -59,7 +59,7 @@ class RequestTable:
         groups: Sequence[CacheGroup] = (CacheGroup(),),
         num_blocks: int = 1,
     ) -> None:
-        """Ids from `num_blocks` on are pages for states, which the table numbers from 1."""
+        """Allocate the tables. Ids from `num_blocks` on are pages for states, which the table numbers from 1."""
         self.platform, device = platform, platform.device
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len

@@ -259,12 +259,12 @@ class Warmer:
         self._idle_since = time.monotonic()
 
     def give_back(self) -> None:
-        """Stop, and return the memory of all blocks to the system. They read as zero until they are written again."""
+        """Stop and return the memory of all blocks to the system. They read as zero until they are written again."""
         self.stop()
         huge_pages.discard(self._address, self._size)
 
     def give_back_blocks(self, block_ids: list[int]) -> None:
-        """Stop, and return the memory of these blocks, and of those that were made resident ahead, to the system."""
+        """Stop and return the memory of these blocks, and of those that were made resident ahead, to the system."""
         self._halt()
         huge_pages.discard(self._address + self._used, self._size - self._used)
         size = self._block_size

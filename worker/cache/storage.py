@@ -36,12 +36,12 @@ class KVStorage:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes per head of a token for the scale of its key, and as many for that of its value."""
+        """Return the bytes per head of a token for the scale of its key; its value has as many."""
         return SCALE.itemsize if self.scaled and self.constants is None else 0
 
     @property
     def scales(self) -> str | None:
-        """ "token": each head of a token has its scale; "layer": constants of the layer; None: no scales."""
+        """Return "token" for a scale per head of a token, "layer" for constants of the layer, None for no scales."""
         if not self.scaled:
             return None
         return "token" if self.constants is None else "layer"

@@ -60,7 +60,7 @@ class PackedLora:
 
     @property
     def many(self) -> LoraMatricesArgs:
-        """The C struct for many rows."""
+        """Return the C struct for many rows."""
         if self._many is None:
             self._many = self._args(None)
             self._add_tiles(self._many, None)

@@ -189,7 +189,7 @@ class LoraMatricesArgs(ctypes.Structure):
 
 
 class LoraColumnsArgs(ctypes.Structure):
-    """What adds to 16 columns of a product of many rows. Mirrors `LoraColumns` in lora_tiles.h."""
+    """Adapters' terms of 16 columns of a product of many rows. Mirrors `LoraColumns` in lora_tiles.h."""
 
     _fields_ = [("b", _P), ("inner", _L), ("wide", _L), ("narrow", _L)]
 

@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def round_for(self, rounding: Rounding) -> None:
-        """Also attach the result in 8 bits, for a product that takes it. The platform's operations must support it."""
+        """Attach also the result in 8 bits, for a product that takes it. The platform's operations must support it."""
         self.rms_norm = partial(self.rms_norm, rounding=rounding)
         self.add_rms_norm = partial(self.add_rms_norm, rounding=rounding)
 
@@ -95,7 +95,8 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float, bias: bool = True, offset: bool = False):
         super().__init__()
         self.eps = eps
-        self.weight = norm_weight(size, plus_one if offset else None, wide=True)
+        self.view: View | None = plus_one if offset else None
+        self.weight = norm_weight(size, self.view, wide=True)
         self.bias = norm_weight(size, wide=True) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ class LoraLimits:
 
 
 class Adapters:
-    """At most `max_loaded` adapters of rank `max_rank` are in RAM, and `max_active` of them in a step; the least
+    """Keeps at most `max_loaded` adapters of rank `max_rank` in RAM, and `max_active` of them in a step; the least
     recently used ones are dropped first. The adapters of a step's rows always stay.
     """
 

@@ -39,7 +39,7 @@ _WINDOWED = {
 
 
 class ScaledNorm(RMSNorm):
-    """Its result is multiplied by `scale`."""
+    """A norm whose result is multiplied by `scale`."""
 
     def __init__(self, size: int, eps: float, scale: float):
         super().__init__(size, eps)

@@ -207,7 +207,7 @@ class _KnownLayers(nn.Module):
         self._known = [known]  # a list, so that it is not a part
 
     def __getattr__(self, name: str) -> Any:
-        """Numbers that some models keep next to their layers."""
+        """Return a number that some models keep next to their layers."""
         try:
             return super().__getattr__(name)
         except AttributeError:

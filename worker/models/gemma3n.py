@@ -114,7 +114,7 @@ class AltUp(nn.Module):
 
 
 class Gemma3nLayer(SandwichLayer):
-    """x are the streams `[A, T, H]`; the residual is None."""
+    """A layer on streams x `[A, T, H]`; the residual is None."""
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)

@@ -48,8 +48,8 @@ class StreamWeights(nn.Module):
 
 
 class HYV4Layer(DecoderLayer):
-    """x is all streams `[T, S, H]`; the residual is always None. Each half reads a weighted sum of the streams, and its
-    weighted result is added to each.
+    """A layer on all streams x `[T, S, H]`; the residual is always None. Each half reads a weighted sum of the streams,
+    and its weighted result is added to each.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):

@@ -15,7 +15,7 @@ from quire.worker.transformer.reader import COMMON_DEFAULTS, FULL, PLAIN_ACTIVAT
 
 
 class ModernBertEncoder(Encoder):
-    """Without the first norm of the first layer, whose input is the norm of the embeddings."""
+    """Lacks the first norm of the first layer, whose input is the norm of the embeddings."""
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, max_model_len, weights)

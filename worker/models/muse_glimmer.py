@@ -32,7 +32,7 @@ class MuseGlimmerLayer(SandwichLayer):
 
 
 class MuseGlimmerDecoder(Decoder):
-    """Also normalises the embeddings. The last norm stores w, the others w - 1."""
+    """A decoder that also normalises the embeddings. The last norm stores w, the others w - 1."""
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, max_model_len, weights)

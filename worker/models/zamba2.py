@@ -110,7 +110,7 @@ class SharedBlock(nn.Module):
 
 
 class Zamba2Layer(DecoderLayer):
-    """x is the residual stream; the residual is always None. `inputs` of the call are the embeddings."""
+    """A layer whose x is the residual stream; the residual is always None. `inputs` of the call are the embeddings."""
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         nn.Module.__init__(self)
@@ -142,7 +142,7 @@ class Zamba2Layer(DecoderLayer):
 
 
 class Zamba2Decoder(Decoder):
-    """Later stages also receive the embeddings."""
+    """A decoder whose later stages also receive the embeddings."""
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, max_model_len, weights)

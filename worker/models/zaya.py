@@ -101,7 +101,7 @@ class ResidualScale(nn.Module):
 
 
 class ZayaLayer(DecoderLayer):
-    """x is the residual stream `[T, H]` in float32; residual is what the router of the layer before read."""
+    """A layer whose x is the residual stream `[T, H]` in float32; residual is the input of the last layer's router."""
 
     mlps: ClassVar = DecoderLayer.mlps | {"moe": ZayaMoE}
 

@@ -39,7 +39,7 @@ class Entries:
 
 
 def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool, platform: Platform) -> Entries:
-    """For each row of logits `[n, V]` float32, return the values of `token_ids[i]` and of the `num` best tokens, and
+    """Return, for each row of logits `[n, V]` float32, the values of `token_ids[i]` and of the `num` best tokens, and
     the rank of `token_ids[i]`.
 
     Values are log-probabilities, or the logits themselves without `normalize`.

@@ -18,7 +18,7 @@ from quire.worker.startup.resolve import Resolved
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """How the memory of a rank is used. Numbers of blocks and states are the same on all ranks."""
+    """The memory plan of a rank. Numbers of blocks and states are the same on all ranks."""
 
     memory: MemoryPlan
     num_blocks: int

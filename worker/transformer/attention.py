@@ -246,7 +246,7 @@ class LatePlainNormAttention(LateNormAttention):
 
 
 class ValueNormAttention(SelfAttention):
-    """Also normalises each head of v, without a weight (Gemma 3n and 4)."""
+    """Attention that also normalises each head of v, without a weight (Gemma 3n and 4)."""
 
     def write_cache(self, qkv: torch.Tensor, rotation: Rotation, meta: AttentionMetadata) -> torch.Tensor:
         v = self.split(qkv)[2]

@@ -122,7 +122,7 @@ class DecoderLayer(nn.Module):
 
 
 class ExpertsNormLayer(DecoderLayer):
-    """Also normalises the experts' output (A.X K1)."""
+    """A layer that also normalises the experts' output (A.X K1)."""
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)
@@ -172,7 +172,7 @@ class PostNormLayer(DecoderLayer):
 
 
 class StatePreNormLayer(DecoderLayer):
-    """With a state, norms before the mixer and the MLP; with attention, norms after them (OLMo-hybrid)."""
+    """A layer with norms before the mixer and the MLP if it has a state, else after them (OLMo-hybrid)."""
 
     feeds: ClassVar = ()
     norm_names: ClassVar = ("post_attention_layernorm",)

@@ -59,7 +59,7 @@ def write(streams: torch.Tensor, x: torch.Tensor, writes: torch.Tensor, mixes: t
 
 
 class HyperLayer(DecoderLayer):
-    """x is all streams `[T, S, H]`; the residual is always None."""
+    """A layer on all streams x `[T, S, H]`; the residual is always None."""
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)
@@ -78,7 +78,9 @@ class HyperLayer(DecoderLayer):
 
 
 class HyperDecoder(Decoder):
-    """All streams begin as the embeddings; the last norm reads their mean, or another result of `merge`."""
+    """A decoder whose streams all begin as the embeddings; the last norm reads their mean, or another result of
+    `merge`.
+    """
 
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:

@@ -46,7 +46,7 @@ class TensorNames:
         place: tuple[str, str] = _PLACES[0],
         transposed: tuple[str, ...] = (),
     ):
-        """`renames` maps dotted parts of a name, e.g. {"mlp.up_proj": "mlp.c_fc"}, all at once and longest first.
+        """Map by `renames` dotted parts of a name, e.g. {"mlp.up_proj": "mlp.c_fc"}, all at once and longest first.
         `ignored` are patterns of names in the files, `transposed` of the decoder's matrices that are [in, out] in them.
         """
         self.renames, self.ignored, self.place, self.transposed = dict(renames or {}), ignored, place, transposed

@@ -83,7 +83,7 @@ class Compaction(ForeignBlock, tag="compaction"):
 
 
 class Idle(ForeignBlock):
-    """Nothing of it is for the model."""
+    """A block without content for the model."""
 
 
 class RedactedThinking(Idle, tag="redacted_thinking"):

@@ -54,7 +54,7 @@ def admit(request: Request, body: GenerationFields, state: needs.Admission, pref
 async def respond(
     request: Request, state: needs.Completion, answer: Answer, requests: Sequence[GenerationRequest], param: str
 ) -> Response:
-    """Generate, and write the answer whole or as a stream. `param` is the field that holds the prompt.
+    """Generate and write the answer whole or as a stream. `param` is the field that holds the prompt.
 
     Raises ApiError for everything that goes wrong before the first byte of the answer.
     """

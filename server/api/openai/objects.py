@@ -228,7 +228,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Also a chunk of a stream, whose `usage` is null or absent until the last."""
+    """A text completion, or a chunk of its stream, whose `usage` is null or absent until the last."""
 
     id: str
     object: str = "text_completion"

@@ -115,7 +115,7 @@ async def health_generate(request: Request, state: needs.Completion) -> Response
 
 
 async def scale_elastic_ep(request: Request, state: _Configured) -> Response:
-    """Tell that the number of engines stays as it was started. Raises BadRequest for another number."""
+    """Answer that the number of engines stays as it is. Raises BadRequest for another number."""
     body = await use_body(request, ScaleBody, state, lambda body: body)
     size = state.config.parallel.data_parallel_size
     if body.new_data_parallel_size != size:
@@ -128,10 +128,10 @@ async def scale_elastic_ep(request: Request, state: _Configured) -> Response:
 
 
 async def is_scaling_elastic_ep(request: Request, state: object) -> Response:
-    """Tell that the number of engines does not change now; it never does."""
+    """Answer that the number of engines is not changing; it never does."""
     return JsonResponse(Scaling())
 
 
 async def is_sleeping(request: Request, state: object) -> Response:
-    """Tell that the model is loaded; a server of several models has an answer for each."""
+    """Answer that the model is loaded; a server of several models answers for each."""
     return JsonResponse(Sleeping())

@@ -83,7 +83,7 @@ async def abort_requests(request: Request, state: _Posting) -> Response:
 
 
 async def load(request: Request, state: needs.Load) -> Response:
-    """Tell how busy the server is."""
+    """Return the numbers of requests being answered, running and waiting."""
     stats = state.stats
     return JsonResponse(
         Load(

@@ -88,7 +88,7 @@ class CacheReset(msgspec.Struct):
 
 
 async def live(request: Request, state: object) -> Response:
-    """Tell that the process answers; nothing is asked of the engine."""
+    """Answer that the process is alive, without asking the engine."""
     return JsonResponse({"status": "live"})
 
 

@@ -13,7 +13,7 @@ from quire.server.keys.access import require_model
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """And the special tokens, by the names of tokenizer_config.json."""
+    """Facts about the tokenizer and the special tokens, by their names in tokenizer_config.json."""
 
     chat_template: str | None
     vocab_size: int

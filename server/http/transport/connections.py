@@ -296,7 +296,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(self.limits.linger_timeout, self.transport.abort)
 
     def give_way(self) -> None:
-        """Close, to make room for a new connection, without waiting for TLS's close notification."""
+        """Close to make room for a new connection, without waiting for TLS's close notification."""
         self.shared.leave(self)
         self._expect(None)
         if self.transport.can_write_eof():

@@ -55,7 +55,7 @@ class Handshake(asyncio.Protocol):
         early.hand_over(connection)
 
     def give_way(self) -> None:
-        """Close, to make room for a new connection."""
+        """Close to make room for a new connection."""
         self._shared.leave(self)
         self.transport.abort()
 

@@ -29,7 +29,7 @@ class VideoKind(KindBase):
     name = "video"
 
     def __init__(self, processor: VideoProcessor, token_id: int, config: MediaConfig, defaults: dict[str, Any]):
-        """`defaults` are the server's mm_processor_kwargs."""
+        """Keep `defaults`, the server's mm_processor_kwargs."""
         super().__init__(Turns(_NUM_THREADS, per_tenant=1, max_bytes=_MAX_BYTES), _NUM_THREADS)
         self._processor, self.token_id, self._config = processor, token_id, config
         self.placeholder, self.token, self.options = processor.placeholder, processor.token, processor.options

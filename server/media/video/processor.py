@@ -37,7 +37,7 @@ class VideoProcessor(Protocol):
     bytes_per_token: int  # of features
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
-        """`config` is config.json, `preprocessor` video_preprocessor_config.json or the file that stands for it. Raises
+        """Read `config`, config.json, and `preprocessor`, video_preprocessor_config.json or its substitute. Raises
         ValueError naming a setting that is not supported.
         """
 
@@ -58,7 +58,7 @@ class VideoProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many frames are chosen: the `options` of that name, then the model's file, then the family's default."""
+    """The number of frames: from the `options` of that name, else the model's file, else the family's default."""
 
     num_frames: int | None
     fps: float | None

@@ -1,4 +1,4 @@
-"""Where the frames of a video come from: a file, which a process of its own decodes, images, or an array."""
+"""Sources of a video's frames: a file, which a process of its own decodes, images, or an array."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 class Shorter(Exception):
-    """Fewer frames can be decoded than the header says: `facts` has their number."""
+    """Raised if fewer frames can be decoded than the header says: `facts` has their number."""
 
     def __init__(self, facts: VideoFacts):
         super().__init__(facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 
 import msgspec
@@ -77,6 +78,12 @@ def run_all(checkpoint, tmp_path, names: list[str], **settings) -> None:
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Callable[[str], str]:
+    """Returns the folder of a family's model, which all tests of this file share."""
+    return cache(lambda name: build_family(name, tmp_path_factory.mktemp(name) / "model"))
+
+
 @cache
 def alone(folder: str) -> list[Result]:
     engine = InProcessEngine(folder, **SETTINGS)
@@ -116,9 +123,9 @@ EXPERTS = ["gemma4-experts", "llama4", "axk1", "hy_v3", "mistral4"]
     ],
     ids=["tp2", "ep2", "pp2"],
 )
-def test_every_form_over_two_ranks(tmp_path, settings, names):
+def test_every_form_over_two_ranks(family, tmp_path, settings, names):
     """Each arrangement of norms, kind of MLP, norm of q and k, and layout of the checkpoint."""
-    run_all(cache(lambda name: build_family(name, tmp_path / f"model-{name}")), tmp_path, names, **settings)
+    run_all(family, tmp_path, names, **settings)
 
 
 # several streams, states next to attention, compressed keys, latents that layers share
@@ -135,9 +142,8 @@ OF_AUTUMN += ["zaya"]
     ],
     ids=["tp2", "ep2", "pp2"],
 )
-def test_families_of_this_autumn_over_two_ranks(tmp_path, settings, names):
-    build = cache(lambda name: build_family(name, tmp_path / f"model-{name}"))
-    run_all(build, tmp_path, names, **settings, num_gpu_blocks_override=256)
+def test_families_of_this_autumn_over_two_ranks(family, tmp_path, settings, names):
+    run_all(family, tmp_path, names, **settings, num_gpu_blocks_override=256)
 
 
 @pytest.mark.parametrize(

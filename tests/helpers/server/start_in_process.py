@@ -17,6 +17,7 @@ from quire.cli import main as cli
 from quire.engine.core import EngineCore
 from quire.engine.ipc import ServerSocket
 from quire.server.engines.process import EngineProcess
+from quire.server.engines.spare import SpareEngine
 from quire.server.launch import Launcher
 
 STARTED: list[EngineThread] = []  # started by the current server
@@ -74,6 +75,7 @@ def starts_in_process() -> Iterator[None]:
 
     announce_as_before = Launcher._announce
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpareEngine, "prepare", lambda self, parallel: None)  # or the engine would be a process
         patch.setattr("quire.server.startup.engine_group.EngineProcess", EngineThread)
         patch.setattr("quire.server.launch.os._exit", leave)  # after a failed start
         patch.setattr("quire.server.launch.logging.shutdown", lambda: None)

@@ -23,6 +23,8 @@ from quire.server.engines.spare import SpareEngine
 from quire.server.startup import engine_group
 from quire.server.startup.engine_group import EngineGroup
 from tests.helpers.engine.fake_executor import BACKEND, expected_tokens
+from tests.helpers.engine.forked import Fork
+from tests.helpers.gpu import has_gpu
 
 CONFIG = Config.from_flat(distributed_executor_backend=BACKEND, max_num_seqs=4, log_level="warning")
 
@@ -36,6 +38,19 @@ def spare():
 
 def folder_of(engine) -> Path:
     return Path(engine.address.removeprefix("ipc://")).parent
+
+
+@pytest.mark.skipif(has_gpu(), reason="CUDA may not be forked")
+@pytest.mark.parametrize(("name", "forks"), [("KMP_INIT_AT_FORK", True), ("OMP_NUM_THREADS", False)])
+def test_tests_fork_engines_unless_they_set_a_variable(spare, monkeypatch, name, forks):
+    """Importing scikit-learn sets the first one: all later engines of a run would import torch again."""
+    spare.prepare(CONFIG.parallel)
+    spare.take(CONFIG).kill()  # the first engine decides on the variables of forks
+    monkeypatch.setenv(name, "7")
+    spare.prepare(CONFIG.parallel)
+    engine = spare.take(CONFIG)
+    engine.kill()
+    assert isinstance(engine._process, Fork) == forks
 
 
 def test_serves_what_it_is_given_later(spare):

@@ -21,7 +21,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def add(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixed_order: bool = False) -> None:
-    """`add_lora`. A row's sums always have one order."""
+    """Compute `add_lora`. A row's sums always have one order."""
     if x.dtype not in _TYPES or any(len(weights.parts) > PARTS for _, weights in groups) or out.stride(1) != 1:
         return add_lora(x, out, groups, fixed_order)
     together = [group for group in groups if not group[0].overlaps]
@@ -40,7 +40,7 @@ def _add(x: torch.Tensor, out: torch.Tensor, groups: list[Group]) -> None:
 
 
 def add_slots(x: torch.Tensor, out: torch.Tensor, slots: LoraSlots, layer: LayerSlots) -> None:
-    """`add_lora_slots`."""
+    """Compute `add_lora_slots`."""
     if x.dtype not in _TYPES or out.stride(1) != 1:
         return add_lora_slots(x, out, slots, layer)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -92,7 +92,7 @@ def _shrink_kernel(
     x, inner, rows, table, stride_x, stride_group, stride_row, width, stride_rows,
     ROWS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """inner[group, i, r] = scale of row i * (its x . row r of A) for one tile of rows and of ranks of one adapter."""
+    """Compute inner[group, i, r] = scale of row i * (its x . row r of A) for a tile of rows and ranks of an adapter."""
     tile, block, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count, rank = tl.load(rows + group * stride_rows + 2), tl.load(table + group * _TABLE + 1)
     if (tile * ROWS < count) & (block * RANKS < rank):

@@ -253,7 +253,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a launch needs besides its tensors."""
+    """Arguments of a launch except its tensors."""
 
     grid: tuple[int, int, int]
     num_splits: int

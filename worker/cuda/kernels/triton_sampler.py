@@ -45,8 +45,8 @@ def _weights(x, maximum, temperature):
 
 @triton.jit
 def _uniform(state, position):
-    """`sampling_math.uniform`: SplitMix64 in wrapping int64 arithmetic. A right shift preserves the sign, hence the
-    masks.
+    """Compute `sampling_math.uniform`: SplitMix64 in wrapping int64 arithmetic. A right shift preserves the
+    sign, hence the masks.
     """
     z = state + (position + 1) * -7046029254386353131
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687

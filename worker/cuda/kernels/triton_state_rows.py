@@ -1,4 +1,4 @@
-"""What the mixers with a recurrent state compute for each row of a step, in Triton: one launch each, a program per row
+"""Computes, in Triton, the rows of a step for mixers with a recurrent state: one launch each, a program per row
 or head, so that a row has the same bits in any batch. The torch twins are `Ops.delta_inputs`, `Ops.gated_norm`,
 `Ops.state_norm`, `Ops.l2_norm` and `Ops.square_sums`.
 """

@@ -122,7 +122,7 @@ class _Tower(VisionTower):
 
 
 class DeepseekOCRTower(_Tower):
-    """Each row of embeddings ends with one for the end of the row."""
+    """A tower whose rows of embeddings end with one for the end of the row."""
 
     prefixes: ClassVar[tuple[str, ...]] = (
         "model.sam_model.",

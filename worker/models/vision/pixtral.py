@@ -106,7 +106,7 @@ class Mistral3Tower(VisionTower):
         self.projector = Projector(config, size, weights, bias=False)
 
     def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """`pixel_values` of an image is `[3, height, width]`."""
+        """Encode images, each with `pixel_values` of `[3, height, width]`."""
         grids = self.encoder([image["pixel_values"].to(self.norm.weight.dtype) for image in images])
         merged = [self._merged(self.norm(grid.flatten(0, 1)).view_as(grid)) for grid in grids]
         embeddings = self.projector(self.merging_layer(torch.cat(merged)))

@@ -99,8 +99,8 @@ class QueryLayer(nn.Module):
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_features: int) -> torch.Tensor:
-    """Features attend to all features, queries to these and to the queries up to themselves: `[B, heads, T, D]` each,
-    k and v with fewer heads.
+    """Let features attend to all features, queries to these and to the queries up to themselves: `[B, heads, T, D]`
+    each, k and v with fewer heads.
     """
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
     length = q.shape[2]

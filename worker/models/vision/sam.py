@@ -134,7 +134,7 @@ class SamLayer(nn.Module):
 def relative_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, by_row: torch.Tensor, by_column: torch.Tensor
 ) -> torch.Tensor:
-    """Attention within N grids, `[N, heads, rows, columns, D]` each. The score of q and k at another row and column
+    """Attend within N grids, `[N, heads, rows, columns, D]` each. The score of q and k at another row and column
     grows by the products of q and the embeddings of both distances: `by_row` and `by_column`, `[2 * side - 1, D]`.
 
     The biases of all scores are never in memory at once.

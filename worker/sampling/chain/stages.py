@@ -53,7 +53,7 @@ class Candidates:
         self._vocab_size = logits.shape[1]
 
     def sort(self, most: int = 0) -> None:
-        """Sort, and keep the `most` largest; 0: all."""
+        """Sort and keep the `most` largest; 0 keeps all."""
         size = self.logits.shape[1]
         most = min(most or size, size)
         if self.ids is None:

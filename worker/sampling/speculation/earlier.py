@@ -78,7 +78,7 @@ class _Scope:
 
 @dataclass(slots=True)
 class Progress:
-    """How much of a request's text is kept."""
+    """The number of tokens kept of a request's text."""
 
     size: int = 0
     num_chunks: int = 0  # from its beginning, of which `hash` is the hash

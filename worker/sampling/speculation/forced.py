@@ -10,7 +10,7 @@ from quire.worker.sampling.speculation.drafter import History
 
 class GrammarDrafter:
     def __init__(self, grammars: GrammarRows, guess: bool) -> None:
-        """`guess`: also propose drafts that are not certain."""
+        """Propose forced tokens and, with `guess`, drafts that are not certain."""
         self.grammars, self.guess = grammars, guess
         self._found: dict[int, list[int]] = {}
 

@@ -33,7 +33,7 @@ class Measurement:
         page: int = 0,
         apart: bool = False,
     ) -> None:
-        """A step has at most `most` tokens. `apart`: also measure steps of one request, all in wall time."""
+        """Measure steps of at most `most` tokens. `apart`: also measure steps of one request, all in wall time."""
         self.execute, self.costs, self.table, self.page, self.apart = execute, costs, table, page, apart
         self.sizes = [size for size in _SIZES if size <= most]
         self.seconds: dict[int, float] = {}  # by tokens, of one request each

@@ -48,7 +48,7 @@ class Convolution(nn.Module):
     """The causal convolution of the channels of `x`, followed by silu if `silu`; see `layers/states/short_conv.py`."""
 
     def __init__(self, tensors: Sequence[tuple[str, int, Sequence[Rows]]], width: int, bias: bool, silu: bool = True):
-        """`tensors` are (name, C, rows): `rows` of the C rows of the tensor name + ".weight" `[C, 1, K]` are this
+        """Load `tensors` (name, C, rows): `rows` of the C rows of the tensor name + ".weight" `[C, 1, K]` are this
         rank's. The channels of the tensors follow one another.
         """
         super().__init__()

@@ -13,7 +13,9 @@ from quire.worker.transformer.mixers.base import Convolution, StateMixer, float_
 
 
 class Mamba1(StateMixer):
-    """x, which passes a convolution, and z are projections of the input; dt, B and C are projections of x."""
+    """The mixer of Mamba 1: x, which passes a convolution, and z are projections of the input; dt, B and C are
+    projections of x.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         kind, group = spec.layers[layer].state, tp()

@@ -228,7 +228,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """With a `summary` of any kind, the thoughts are given as one, whole."""
+    """Options of thoughts. Any `summary` returns them as one summary, whole."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

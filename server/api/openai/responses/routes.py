@@ -30,11 +30,11 @@ _response = msgspec.json.Decoder(ResponseObject).decode
 
 
 class _Reading(needs.Responses, needs.Threads, Protocol):
-    """To send the events of a stored response."""
+    """Parts of the server that send the events of a stored response."""
 
 
 class _Retrieving(_Reading, needs.Settings, Protocol):
-    """To send a stored response."""
+    """Parts of the server that send a stored response."""
 
 
 async def no_compaction(request: Request, state: object) -> Response:

@@ -23,7 +23,9 @@ POLL_SECONDS = 1.0  # between checks for cancellations by other processes
 
 class Responses:
     def __init__(self, config: ServerConfig, observe_evicted: Callable[[int], None] = lambda num: None):
-        """`observe_evicted` is told the number of evicted objects. Raises ValueError for a file that cannot be used."""
+        """Open the store. `observe_evicted` takes the number of evicted objects. Raises ValueError for a file that
+        cannot be used.
+        """
         path = config.responses_store
         # memory cannot be shared by several processes
         self.kept = path is not None or config.api_server_count == 1
