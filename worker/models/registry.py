@@ -305,11 +305,11 @@ def build_model(
 
 def _check_deepstack(vision: VisionSpec, model: CausalLM) -> None:
     """Raise ValueError if layers of a later stage, or the last layer, would need a part of the images' features."""
-    most = len(model.model.layers) - model.model.last
-    if vision.num_deep > most:
+    needed, most = max(vision.deep, default=-1) + 1, len(model.model.layers) - model.model.last
+    if needed > most:
         raise ValueError(
-            f"the features of {vision.num_deep} layers of the vision encoder join the first decoder layers "
-            f"(deepstack_visual_indexes), but only {most} of them can take them: lower --pipeline-parallel-size"
+            f"the features of {len(vision.deep)} layers of the vision encoder join the first {needed} decoder layers "
+            f"(deepstack), but only {most} of them can take them: lower --pipeline-parallel-size"
         )
 
 
