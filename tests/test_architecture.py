@@ -309,7 +309,7 @@ def test_worker_layers():
     backends = [
         str(found)
         for found in select("quire.worker.layers", "quire.worker.models", of=("quire.worker.attention",))
-        if found.target not in ("quire.worker.attention.base", "quire.worker.attention.scaled")
+        if found.target.removeprefix("quire.worker.attention.") not in ("base", "distance_bias", "scaled")
     ]
     assert not backends
 
