@@ -162,7 +162,8 @@ def test_same_bits_of_a_family(native_kernels, name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("deepseek_v4", "compressed keys"), ("zaya", "convolution of whole heads")]
+    ("name", "words"),
+    [("deepseek_v4", "compressed keys"), ("zaya", "convolution of whole heads"), ("inkling", "bias of scores")],
 )
 def test_families_without_it_are_refused(native_kernels, name, words, tmp_path):
     with pytest.raises(ValueError, match=f"--deterministic has no .*{words}"):
