@@ -171,6 +171,7 @@ def attention_specs(
             uses_soft_cap=any(layer.soft_cap for layer in layers),
             v_head_dim=v_head_dim,
             uses_sinks=any(layer.sinks for layer in layers),
+            uses_bias=any(layer.bias_extent for layer in layers),
             latent=latent,
             expanded=expanded,
             kv_dtype=dtype if expanded else kv.dtype,  # temporary keys and values have the type of the activations

@@ -54,13 +54,17 @@ class InternVLProcessor:
         return ProcessedImage({"pixel_values": self.reader.numbers(parts)}, text, [self.tokens * len(parts)])
 
 
-def best_grid(width: int, height: int, side: int, fewest: int, most: int) -> tuple[int, int]:
-    """Return columns and rows, `fewest` to `most` tiles in all, whose shape is the closest to the image's.
+def best_grid(
+    width: int, height: int, side: int, fewest: int, most: int, longest: int | None = None
+) -> tuple[int, int]:
+    """Return columns and rows, at most `longest` each and `fewest` to `most` tiles in all, whose shape is the closest
+    to the image's.
 
     Among equally close ones it is the first, or the last one after it that has less than twice the pixels of the image.
     """
     best, difference = (1, 1), float("inf")
-    grids = [(c, r) for c in range(1, most + 1) for r in range(1, most // c + 1) if c * r >= fewest]
+    side_limit = range(1, min(most, longest or most) + 1)
+    grids = [(c, r) for c in side_limit for r in side_limit if fewest <= c * r <= most]
     for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
         found = abs(width / height - columns / rows)
         if found < difference or (found == difference and width * height > 0.5 * side * side * columns * rows):

@@ -1,4 +1,6 @@
-"""Pixtral and Mistral 3: images keep their shape; every row of tokens ends with a break."""
+"""Pixtral, Mistral 3, Mistral Large 4 and LightOnOCR: images keep their shape; in Mistral's, every row of tokens ends
+with a break.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,12 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from quire.server.media.pixels import PixelReader, chosen_detail, chosen_edge
+from quire.server.media.pixels import PixelReader, chosen_detail, chosen_edge, one_side
 from quire.server.media.processor import ProcessedImage
 
 _LOW = 512  # pixels of the longest side
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
+_MERGING = "mistral3", "mistral_large4", "lighton_ocr"  # several patches to a token
 
 
 class PixtralProcessor:
@@ -24,7 +27,7 @@ class PixtralProcessor:
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         vision = config["vision_config"]
-        merge = config.get("spatial_merge_size", 2) if config.get("model_type") == "mistral3" else 1
+        merge = config.get("spatial_merge_size", 2) if config.get("model_type") in _MERGING else 1
         self.unit = vision.get("patch_size", 16) * merge
         self.reader = PixelReader(preprocessor)
         self.longest = longest_edge(preprocessor.get("size") or {}, 1024)
@@ -46,6 +49,35 @@ class PixtralProcessor:
         pixels = self.reader.numbers([self.reader.resize(image, rows * self.unit, columns * self.unit)])[0]
         text = (self.image_token + _BREAK) * (rows - 1) + self.image_token + _END
         return ProcessedImage({"pixel_values": pixels}, text, [columns] * rows)
+
+
+class LightOnOCRProcessor(PixtralProcessor):
+    """The tokens of all rows follow one another. Images have whole patches, or whole tokens if `patch_size` of the
+    preprocessor is that of a token.
+    """
+
+    placeholder: ClassVar[str] = "<|image_pad|>"
+    image_token = "<|image_pad|>"
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        super().__init__(config | {"model_type": "lighton_ocr"}, preprocessor)
+        patch = preprocessor.get("patch_size") or config["vision_config"].get("patch_size", 14)
+        self.patch = one_side("preprocessor_config.json: patch_size", patch)
+
+    def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
+        pixels = [self._pixels(height, width, self._longest(options)) for width, height in sizes]
+        return [(height // self.unit) * (width // self.unit) for height, width in pixels]
+
+    def _pixels(self, height: int, width: int, longest: int) -> tuple[int, int]:
+        rows, columns = grid(height, width, longest, self.patch)
+        return max(rows * self.patch, self.unit), max(columns * self.patch, self.unit)
+
+    def _process(self, image: Image.Image, longest: int) -> ProcessedImage:
+        height, width = self._pixels(image.height, image.width, longest)
+        pixels = self.reader.numbers([self.reader.resize(image, height, width)])[0]
+        return ProcessedImage(
+            {"pixel_values": pixels}, self.image_token, [(height // self.unit) * (width // self.unit)]
+        )
 
 
 def longest_edge(size: dict[str, int], default: int) -> int:

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and PaddleOCR-VL: images keep their shape; a number of pixels limits them."""
+"""Qwen2-VL to Qwen3.5, PaddleOCR-VL, LFM3-VL and GLM's: images keep their shape; a number of pixels limits them."""
 
 from __future__ import annotations
 
@@ -91,6 +91,34 @@ class PaddleOCRVLProcessor(QwenVLProcessor):
         return smart_size(height, width, unit, least, most)
 
 
+class Lfm3VLProcessor(QwenVLProcessor):
+    """LFM3-VL: like Qwen2-VL, with the image token of its tokenizer."""
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        super().__init__({"vision_config": {"patch_size": 16} | config["vision_config"]}, preprocessor)
+        self.placeholder = self.image_token = preprocessor.get("image_token") or self.image_token
+
+
+class GlmVProcessor(QwenVLProcessor):
+    """GLM-4.1V to 4.6V and GLM-OCR: like Qwen2-VL, but the limits are those of the two frames that a picture stands
+    for, and an image thinner than a token is first enlarged.
+    """
+
+    placeholder: ClassVar[str] = "<|image|>"
+    image_token = "<|image|>"
+    defaults: ClassVar[dict[str, int]] = {"min_pixels": 112 * 112, "max_pixels": 28 * 28 * 15000}
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        super().__init__(config, preprocessor)
+        self.frames = preprocessor.get("temporal_patch_size", 2)
+
+    def size(self, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+        if min(height, width) < unit:
+            scale = max(unit / height, unit / width)
+            height, width = int(height * scale), int(width * scale)
+        return smart_size(height, width, unit, least / self.frames, most / self.frames)
+
+
 def patches(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
     """Return the patches of frames `[F, 3, height, width]`, token by token: `[T, 3, F, patch ** 2]`."""
     rows, columns = pixels.shape[2] // (patch * merge), pixels.shape[3] // (patch * merge)
@@ -99,7 +127,7 @@ def patches(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
     return np.ascontiguousarray(squares).reshape(-1, 3, len(pixels), patch * patch)
 
 
-def smart_size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+def smart_size(height: int, width: int, unit: int, least: float, most: float) -> tuple[int, int]:
     """Return multiples of `unit` near the sides of an image, with a product from `least` to `most` as far as they allow
     that.
 

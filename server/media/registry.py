@@ -18,25 +18,35 @@ if TYPE_CHECKING:
 _HERE = "quire.server.media"
 # architecture -> module and class of its ImageProcessor
 PROCESSORS: dict[str, str] = {
-    "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOCRProcessor",
     "DeepseekOCR2ForCausalLM": "deepseek_ocr:DeepseekOCR2Processor",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr:DeepseekOCR2Processor",
+    "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOCRProcessor",
     "Gemma3ForConditionalGeneration": "gemma:Gemma3Processor",
     "Gemma4ForConditionalGeneration": "gemma:Gemma4Processor",
+    "Glm46VForConditionalGeneration": "qwen_vl:GlmVProcessor",
+    "Glm4vForConditionalGeneration": "qwen_vl:GlmVProcessor",
+    "Glm4vMoeForConditionalGeneration": "qwen_vl:GlmVProcessor",
+    "GlmOcrForConditionalGeneration": "qwen_vl:GlmVProcessor",
+    "Granite4VisionForConditionalGeneration": "granite4_vision:Granite4VisionProcessor",
+    "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
+    "InternS2PreviewForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "InternVLForConditionalGeneration": "internvl:InternVLProcessor",
     "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VLProcessor",
+    "Lfm3VlForConditionalGeneration": "qwen_vl:Lfm3VLProcessor",
+    "LightOnOCRForConditionalGeneration": "pixtral:LightOnOCRProcessor",
+    "LightOnOcrForConditionalGeneration": "pixtral:LightOnOCRProcessor",
     "LlavaForConditionalGeneration": "llava:llava_processor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
+    "MistralLarge4ForConditionalGeneration": "pixtral:PixtralProcessor",
     "PaddleOCRVLForConditionalGeneration": "qwen_vl:PaddleOCRVLProcessor",
-    "Qwen2VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
+    "Qwen2VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
+    "Qwen3_5ForConditionalGeneration": "qwen_vl:QwenVLProcessor",
+    "Qwen3_5MoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
-    "Qwen3_5ForConditionalGeneration": "qwen_vl:QwenVLProcessor",
-    "InternS2PreviewForConditionalGeneration": "qwen_vl:QwenVLProcessor",
-    "Qwen3_5MoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3Processor",
     "UnlimitedOCRForCausalLM": "deepseek_ocr:UnlimitedOCRProcessor",
     "UnlimitedOcrForConditionalGeneration": "deepseek_ocr:UnlimitedOCRProcessor",
@@ -111,12 +121,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def _preprocessor(folder: Path) -> dict[str, Any]:
     """Return preprocessor_config.json, or the image processor's part of processor_config.json; the latter's other plain
-    settings, such as the number of tokens of an image, count where the image processor has none of that name.
+    settings, such as the number of tokens of an image, count where the image processor has none of that name, and so
+    does the image token of tokenizer_config.json.
     """
     own = read_object(folder / "preprocessor_config.json")
     joint = read_object(folder / "processor_config.json")
     plain = {name: value for name, value in joint.items() if not isinstance(value, dict)}
-    return plain | (own or joint.get("image_processor") or {})
+    token = read_object(folder / "tokenizer_config.json").get("image_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return ({"image_token": token} if token else {}) | plain | (own or joint.get("image_processor") or {})
 
 
 def _video_preprocessor(folder: Path) -> dict[str, Any]:

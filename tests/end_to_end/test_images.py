@@ -23,6 +23,8 @@ from tests.helpers.models.judges import judge
 pytestmark = pytest.mark.slow
 
 NAMES = ["llava", "pixtral", "mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4-large"]
+NAMES += ["glm4v", "glm4v_moe", "glm_ocr", "granite4_vision", "granite_docling", "lfm3_vl", "lighton_ocr"]
+NAMES += ["mistral_large4"]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 SMALL = {"block_size": 4, "max_model_len": "400", "max_num_seqs": 8}
 CHUNKS = {"gemma4-large": 80}  # tokens of a step, fewer than some images have unless they are computed whole
@@ -89,10 +91,12 @@ def test_tokens_and_logprobs_equal_transformers(name, tmp_path):
     generate(engine, prompts[-1:])
     last = generate(engine, prompts[-1:])  # ends with an image
     engine.close()
-    assert sum(result.num_preemptions for result in first) > 0, "the pool was not small enough"
+    if name != "lfm3_vl":  # its requests wait for states instead
+        assert sum(result.num_preemptions for result in first) > 0, "the pool was not small enough"
     item = prompts[-1].media[0]
     inside = item.offset < last[0].num_cached_tokens < item.offset + item.length
-    assert inside != engine.ready.media.whole
+    if item.offset + item.length == len(prompts[-1].token_ids):  # no text of the image's own follows
+        assert inside != engine.ready.media.whole
     for results in (first, again):
         check(name, model, prompts, results)
     check(name, model, prompts[-1:], last)
@@ -242,8 +246,13 @@ def test_a_request_that_is_aborted_within_an_image(qwen, tmp_path):
     [
         ("qwen3_vl", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "steps_in_flight": 4}),
         ("gemma3", {"pipeline_parallel_size": 2}),
+        ("glm_ocr", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "steps_in_flight": 4}),
+        ("lfm3_vl", {"tensor_parallel_size": 2}),
+        ("granite4_vision", {"tensor_parallel_size": 2}),
+        ("granite_docling", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("mistral_large4", {"tensor_parallel_size": 2}),
     ],
-    ids=["tp2-pp2", "pp2"],
+    ids=["tp2-pp2", "pp2", "glm", "lfm3", "granite", "docling", "large4"],
 )
 def test_several_ranks(name, settings, tmp_path):
     """The first stage encodes; the last one knows what failed there."""

@@ -29,7 +29,7 @@ WRAPPED = {
     "lfm3_vl": (
         "lfm3",
         FAMILIES["lfm3"][1],
-        {"model_type": "siglip2_vision_model", "num_patches": 16},
+        {"num_key_value_heads": 1, "layer_types": ["conv"]},
         {"projector_hidden_size": 16},
     ),
     "lighton_ocr": ("qwen3", _QWEN3, {"model_type": "pixtral", "head_dim": 8} | _SMALL, {}),

@@ -27,7 +27,7 @@ def test_no_type_and_no_family_is_missing():
         (["LlamaForCausalLM"], "", "`llama.py`"),
         (["Qwen3VLForConditionalGeneration"], "", "`vision/qwen3_vl.py`"),
         (["Llama4ForConditionalGeneration"], "", "its text"),
-        (["InklingForCausalLM"], "", "no: its attention adds a bias"),
+        (["InklingForCausalLM"], "", "no: only files with its encoders"),
         (["SomeForCausalLM"], "", "transformers' implementation"),
         (["SomeForCausalLM"], "it has an encoder", "no: it has an encoder"),
         (["SomeForCausalLM"], "for vectors and classes only", "transformers' implementation, for vectors"),

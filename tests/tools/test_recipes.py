@@ -32,7 +32,7 @@ def test_each_key_names_an_architecture_or_a_type_of_transformers():
         ("Lfm2VlForConditionalGeneration rwkv", False, "with a text part of model_type 'rwkv' is not supported"),
         ("InternS2PreviewForConditionalGeneration", True, "InternS2PreviewForConditionalGeneration"),
         ("GlmMoeDsaForCausalLM", True, "GlmMoeDsaForCausalLM"),
-        ("InklingForConditionalGeneration", False, "InklingForConditionalGeneration: its attention adds a bias"),
+        ("JinaEmbeddingsV5Model", False, "JinaEmbeddingsV5Model: transformers has no implementation"),
     ],
 )
 def test_whether_and_how(kind, served, how):

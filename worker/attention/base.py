@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from quire.worker.attention.distance_bias import DistanceBias
 from quire.worker.attention.scaled import KVCache, ScaledCache, ScaledLatents, store, values_of
 
 NativeRequests = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # block table, lengths, starts, path
@@ -67,6 +68,7 @@ class AttentionCall:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None  # [num_heads]
+    bias: DistanceBias | None = None  # for a backend with `takes_bias`
     out: torch.Tensor | None = None  # [T, num_heads, v_head_dim], which a backend may fill and return
 
 
@@ -89,6 +91,7 @@ class AttentionSpec:
     uses_soft_cap: bool = False
     v_head_dim: int | None = None  # None: head_dim
     uses_sinks: bool = False
+    uses_bias: bool = False  # see `AttentionCall.bias`
     latent: bool = False  # one KV head, whose values are the first v_head_dim columns of its keys
     expanded: bool = False  # the other form of latent attention: the keys and values of all heads
     kv_dtype: torch.dtype | None = None  # for the cache; None: dtype
@@ -125,6 +128,7 @@ class AttentionBackend(ABC):
     name: str
     default_block_size: int = 16
     graph_safe: bool = False  # may run inside a captured CUDA graph
+    takes_bias: bool = False  # adds a bias by distance to scores
 
     @classmethod
     @abstractmethod

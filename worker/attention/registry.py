@@ -51,7 +51,7 @@ def select_backend(order: tuple[str, ...], specs: Sequence[AttentionSpec], force
         module_name, _, class_name = BACKENDS[name].partition(":")
         backend_cls: type[AttentionBackend] = getattr(importlib.import_module(module_name), class_name)
         block_size = next((spec.block_size for spec in specs if spec.block_size), backend_cls.default_block_size)
-        reasons = (backend_cls.supports(replace(spec, block_size=block_size)) for spec in specs)
+        reasons = (_refusal(backend_cls, replace(spec, block_size=block_size)) for spec in specs)
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
             return Selection(backend_cls(), block_size, rejected)
@@ -60,3 +60,10 @@ def select_backend(order: tuple[str, ...], specs: Sequence[AttentionSpec], force
     if forced:
         raise ValueError(f"--attention-backend cannot be used: {reasons}")
     raise ValueError(f"no attention backend supports this model on this device: {reasons}")
+
+
+def _refusal(backend: type[AttentionBackend], spec: AttentionSpec) -> str | None:
+    """Return why a backend cannot serve `spec`, or None."""
+    if spec.uses_bias and not backend.takes_bias:
+        return "has no bias of scores by distance"
+    return backend.supports(spec)

@@ -38,6 +38,13 @@ class _Piece:
     num_keys: int
     mask: torch.Tensor | None  # broadcastable to [n, heads, queries, keys], True for visible keys
     is_causal: bool = False
+    reach: torch.Tensor | int = 0  # positions from the first key to the first query: of each sequence `[n, 1]`, or all
+
+    def distances(self, device: torch.device) -> torch.Tensor:
+        """Return how far each key is behind each query, `[n * queries, keys]`; below 0: ahead of it."""
+        queries, keys = (torch.arange(size, device=device) for size in (self.num_queries, self.num_keys))
+        first = self.reach[:, None] if isinstance(self.reach, torch.Tensor) else self.reach
+        return (first + queries[:, None] - keys).flatten(0, -2)
 
 
 @dataclass(slots=True)
@@ -55,6 +62,7 @@ class CpuPagedAttention(AttentionBackend):
 
     name = "cpu_paged"
     default_block_size = 16
+    takes_bias = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -74,7 +82,8 @@ class CpuPagedAttention(AttentionBackend):
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         for piece in pieces:
             k, v = _keys_and_values(_gather(plan, piece, tensors), k_cache, v_cache, q.dtype)
-            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, call.scale, call.soft_cap, call.sinks)
+            bias = None if call.bias is None else call.bias.of(piece.tokens).at(piece.distances(q.device))
+            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, call.scale, call.soft_cap, call.sinks, bias)
         return out
 
 
@@ -287,7 +296,7 @@ def _decode_piece(rows: _Rows, group: list[int], tokens: list[int], lengths: lis
     mask = None if min(seen) == width else real[:, None, None, :]
     in_order = tokens == list(range(tokens[0], tokens[0] + len(tokens)))
     where = slice(tokens[0], tokens[0] + len(tokens)) if in_order else torch.tensor(tokens, device=device)
-    return _Piece(where, indices, len(group), 1, width, mask)
+    return _Piece(where, indices, len(group), 1, width, mask, reach=counts[:, None] - 1)
 
 
 def _prefill_pieces(
@@ -313,9 +322,9 @@ def _prefill_pieces(
             if window:
                 mask &= keys > queries - window
         where = slice(first_token + first, first_token + last)
-        pieces.append(
-            _Piece(where, rows.rows_of_sequence(i, first_key, stop_position), 1, last - first, num_keys, mask, plain)
-        )
+        found = rows.rows_of_sequence(i, first_key, stop_position)
+        reach = start_position - first_key
+        pieces.append(_Piece(where, found, 1, last - first, num_keys, mask, plain, reach))
     return pieces
 
 
@@ -346,9 +355,10 @@ def _attend(
     scale: float,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`.
-    Returns `[n * queries, num_heads, head_dim of v]`.
+    """Compute attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`;
+    `bias` `[n * queries, num_heads, keys]` is added to scores. Returns `[n * queries, num_heads, head_dim of v]`.
 
     The query heads that share a KV head are arranged so that it is read once for all of them: as its queries in decode,
     as heads of a batch of KV heads (with a stride of 0) in a prefill.
@@ -359,11 +369,13 @@ def _attend(
     if piece.num_queries == 1:
         q = q.view(piece.num_seqs, kv_heads, group, dim)
         sinks = None if sinks is None else sinks.view(kv_heads, group, 1)
-        return _fused(q, k, v, piece, scale, soft_cap, sinks).reshape(piece.num_seqs, num_heads, -1)
+        bias = None if bias is None else bias.unflatten(1, (kv_heads, group))
+        return _fused(q, k, v, piece, scale, soft_cap, sinks, bias).reshape(piece.num_seqs, num_heads, -1)
     q = q.view(piece.num_queries, kv_heads, group, dim).permute(1, 2, 0, 3)
     k, v = (t.transpose(0, 1).expand(kv_heads, group, -1, -1) for t in (k, v))
     sinks = None if sinks is None else sinks.view(kv_heads, group, 1, 1)
-    out = _fused(q, k, v, piece, scale, soft_cap, sinks)
+    bias = None if bias is None else bias.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+    out = _fused(q, k, v, piece, scale, soft_cap, sinks, bias)
     return out.permute(2, 0, 1, 3).reshape(piece.num_queries, num_heads, -1)
 
 
@@ -375,11 +387,15 @@ def _fused(
     scale: float,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention of q `[..., queries, D]`; `sinks` are broadcastable to the scores `[..., queries, keys]`."""
-    if soft_cap is None and sinks is None:
+    """Compute attention of q `[..., queries, D]`; `sinks` and `bias` are broadcastable to the scores `[..., queries,
+    keys]`.
+    """
+    if soft_cap is None and sinks is None and bias is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=piece.mask, is_causal=piece.is_causal, scale=scale)
-    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call supports neither
+    scores = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))  # the fused call supports none of these
+    scores = scores if bias is None else scores + bias
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     mask = piece.mask

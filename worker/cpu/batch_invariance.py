@@ -84,6 +84,8 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return "has no attention to chosen keys", f": set --max-model-len to at most {index.top}"
     if any(layer.mixer == "convolved" for layer in spec.layers):
         return "has no convolution of whole heads", ""
+    if any(layer.bias_extent for layer in spec.layers):
+        return "has no bias of scores by distance", ""
     for head_dim, v_dim in {_attended_sizes(layer) for layer in spec.layers if layer.attends}:
         if reason := cpu_ops.attention_reason(head_dim, v_dim, dtype):
             return f"needs the native attention: {reason}", ""

@@ -94,7 +94,8 @@ class StepImages:
         if not found:
             return None
         rows = self.platform.to_device(np.concatenate([overlap.rows for overlap in found]))
-        return ImageEmbeds(rows, torch.cat([kept[one.image.item.key][one.first : one.last] for one in found]))
+        values = torch.cat([kept[one.image.item.key][one.first : one.last] for one in found])
+        return ImageEmbeds(rows, values, self.vision.deep)
 
     def _runs(self, step: StepInput) -> list[tuple[int, tuple[int, int]]]:
         """Return neighbouring tokens of images, computed in this step, that attend to each other: (batch position,

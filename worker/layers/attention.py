@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quire.worker.attention.base import AttentionMetadata
+from quire.worker.attention.base import AttentionCall, AttentionMetadata
+from quire.worker.attention.distance_bias import DistanceBias
 from quire.worker.attention.scaled import KVCache
 from quire.worker.spec.cache import CacheSpec, Chunk, Cross, Full, Window
 
@@ -71,9 +72,13 @@ class Attention(nn.Module):
         )
         return self.attend(q, attn)
 
-    def attend(self, q: torch.Tensor, attn: AttentionMetadata) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, attn: AttentionMetadata, bias: DistanceBias | None = None) -> torch.Tensor:
         """Attend as `forward` does, to k and v that are already in the cache."""
         q = q.view(-1, self.num_heads, self.head_dim)
+        if bias is not None:
+            caches, window = (self.k_cache, self.v_cache), self.sliding_window
+            out = attn.backend.attend(AttentionCall(q, *caches, attn, self.scale, window, bias=bias))
+            return out.reshape(-1, self.num_heads * self.v_head_dim)
         out = attn.backend.forward(
             q, self.k_cache, self.v_cache, attn, self.scale, self.sliding_window, self.soft_cap, self.sinks
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from quire.worker.models.qwen_vl import AxialRope
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.reader import COMMON_DEFAULTS
 
@@ -39,9 +40,10 @@ class Glm4(Glm):
     }
 
 
-class Glm4v(Glm4):
-    """The language model of GLM-4.1V and 4.6V: rotary embeddings have three axes, which are equal for text."""
+class Glm4v(AxialRope, Glm4):
+    """The language model of GLM-4.1V and 4.6V: rotary embeddings have three axes."""
 
+    default_section, interleaved_axes = (8, 12, 12), False
     config_defaults = Glm4.config_defaults | {
         "model_type": "glm4v_text",
         "head_dim": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.worker.models.qwen_vl import AxialRope
 from quire.worker.spec.moe import MoESpec
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.transformer.moe_reader import MOE_DEFAULTS, MoEFamily, sigmoid_routing
@@ -47,9 +48,10 @@ class Glm4Moe(WithMTP, MoEFamily, CausalLM):
         return MoESpec(sigmoid_routing(values), size, shared_size=size * values["n_shared_experts"])
 
 
-class Glm4vMoe(Glm4Moe):
-    """The language model of GLM-4.5V: rotary embeddings have three axes, which are equal for text."""
+class Glm4vMoe(AxialRope, Glm4Moe):
+    """The language model of GLM-4.5V: rotary embeddings have three axes."""
 
+    default_section, interleaved_axes = (8, 12, 12), False
     config_defaults = Glm4Moe.config_defaults | {
         "model_type": "glm4v_moe_text",
         "vocab_size": 151424,

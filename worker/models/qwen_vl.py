@@ -17,7 +17,9 @@ from quire.worker.spec.rope import RopeSpec
 
 
 class AxialRope:
-    """Reads how the pairs of a rotary embedding are divided among the axes; a mixin of `ConfigReader`."""
+    """Reads how the pairs of a rotary embedding are divided among the axes; a mixin of `ConfigReader`. They are not if
+    config.json does not say how and they are not as many as usual: then there are no images.
+    """
 
     default_section: ClassVar[tuple[int, int, int]]
     interleaved_axes: ClassVar[bool]
@@ -25,10 +27,13 @@ class AxialRope:
     @classmethod
     def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-        section = given.get("mrope_section") or cls.default_section
+        section, ropes = given.get("mrope_section"), super().ropes(values, raw)
+        if not section and any(rope.rotary_dim // 2 != sum(cls.default_section) for rope in ropes.values()):
+            return ropes
+        section = section or cls.default_section
         return {
             name: replace(rope, axes=axes_of_pairs(section, rope.rotary_dim // 2, cls.interleaved_axes))
-            for name, rope in super().ropes(values, raw).items()
+            for name, rope in ropes.items()
         }
 
 

@@ -150,6 +150,7 @@ WRAPPED = {
     "Glm4vMoeForCausalLM": "glm4_moe:Glm4vMoe",
     "GlmOcrForCausalLM": "glm:GlmOcr",
     "GraniteDoclingForCausalLM": "granite:GraniteDocling",
+    "InklingForCausalLM": "inkling:Inkling",
     "PaddleOCRVLForCausalLM": "qwen_vl:PaddleOCRVL",
     "Qwen2VLForCausalLM": "qwen_vl:Qwen2VL",
     "Qwen3VLForCausalLM": "qwen_vl:Qwen3VL",
@@ -171,12 +172,10 @@ MODELS = {
 DRAFTING = {"LlamaForCausalLMEagle3": "eagle3:LlamaEagle3"}
 
 # architectures that are known, but not served -> why
-_BIASED = "its attention adds a bias that depends on the distance and on the query, which is not implemented"
 _NO_REFERENCE = "transformers has no implementation of it that ours could be compared with"
 REFUSED = {
     "DiffusionGemmaForBlockDiffusion": "it fills a block of tokens in several passes, and quire generates one by one",
-    "InklingForCausalLM": _BIASED,
-    "InklingForConditionalGeneration": _BIASED,
+    "InklingForCausalLM": "only files with its encoders, as published, are read",
     "JinaEmbeddingsV5Model": _NO_REFERENCE,
     "KimiK3ForConditionalGeneration": _NO_REFERENCE,
 } | dict.fromkeys(DRAFTING, "it drafts for another model; serve that one with --speculative-config")
@@ -245,6 +244,8 @@ def parse_model_spec(raw: dict[str, Any], *, images: bool = True) -> ModelSpec:
     if spec.crosses and not images:
         raise ValueError(f"--language-model-only: {wrapper} has no text without its encoder; omit it")
     vision = tower.read_spec(wrapper, raw) if images else None
+    if vision and vision.mrope and not all(rope.axes for rope in spec.ropes.values()):
+        raise ValueError("rope_parameters has no mrope_section, which images need: --language-model-only serves text")
     if WRAPPERS[wrapper].folder == "audio" and raw.get("tie_word_embeddings") is not None:
         spec = replace(spec, tie_word_embeddings=raw["tie_word_embeddings"])  # the head is the wrapper's
     return replace(spec, vision=vision, tower_prefixes=tower.prefixes)
@@ -305,11 +306,11 @@ def build_model(
 
 def _check_deepstack(vision: VisionSpec, model: CausalLM) -> None:
     """Raise ValueError if layers of a later stage, or the last layer, would need a part of the images' features."""
-    most = len(model.model.layers) - model.model.last
-    if vision.num_deep > most:
+    needed, most = max(vision.deep, default=-1) + 1, len(model.model.layers) - model.model.last
+    if needed > most:
         raise ValueError(
-            f"the features of {vision.num_deep} layers of the vision encoder join the first decoder layers "
-            f"(deepstack_visual_indexes), but only {most} of them can take them: lower --pipeline-parallel-size"
+            f"the features of {len(vision.deep)} layers of the vision encoder join the first {needed} decoder layers "
+            f"(deepstack), but only {most} of them can take them: lower --pipeline-parallel-size"
         )
 
 

@@ -54,6 +54,7 @@ class LayerSpec:
     scale: float | None = None  # scale of attention scores, None for head_dim**-0.5
     soft_cap: float | None = None  # for attention scores
     sinks: bool = False  # a learned score per head that takes part in the softmax and has no value
+    bias_extent: int = 0  # distances at which the query adds a bias to a key's score (Inkling); 0: none
     qk_norm: str | None = None  # a key of `attention.QK_NORMS`, None without norms of q and k
     latent: LatentSizes | None = None  # for mixer "mla"
     latent_eps: float = 1e-6  # for the norms of latents, whatever the others have

@@ -228,4 +228,23 @@ class HeadConvSpec:
         check_split("num_key_value_heads", self.num_kv_heads, tp)
 
 
-StateSpec = HeadConvSpec | ShortConvSpec | DeltaSpec | Mamba2Spec | Mamba1Spec | PlamoMambaSpec | LightningSpec
+@dataclass(frozen=True, slots=True)
+class ResultConvSpec:
+    """Convolutions of keys and values, and of the results of attention and of the MLP (Inkling)."""
+
+    width: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+
+    def shapes(self, tp: int) -> Shapes:
+        keys_and_values = 2 * self.num_kv_heads * self.head_dim // tp
+        return tuple((self.width - 1, size) for size in (keys_and_values, self.hidden_size, self.hidden_size))
+
+    def check(self, tp: int) -> None:
+        """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""
+        check_split("num_key_value_heads", self.num_kv_heads, tp)
+
+
+_Convolutions = ResultConvSpec | HeadConvSpec | ShortConvSpec
+StateSpec = _Convolutions | DeltaSpec | Mamba2Spec | Mamba1Spec | PlamoMambaSpec | LightningSpec

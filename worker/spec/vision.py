@@ -16,8 +16,8 @@ class VisionSpec:
     # whether the tokens of an image attend to each other in both directions, so that one step computes them all
     bidirectional: bool = False
     full_layers_causal: bool = False  # whether they do so only in layers with a window
-    # decoder layers, from the first, that add a part of their own to the hidden states of image tokens (deepstack)
-    num_deep: int = 0
+    # decoder layers after which a part of their own is added to the hidden states of image tokens (deepstack)
+    deep: tuple[int, ...] = ()
     mrope: bool = False  # whether positions have three axes; `RopeSpec.axes` says how they are used
     # if the decoder attends to the encoder's output: embeddings of each audio; 0: embeddings replace placeholders
     cross: int = 0
@@ -26,7 +26,7 @@ class VisionSpec:
 
     def width(self, hidden_size: int) -> int:
         """Return the entries of one embedding that the encoder returns."""
-        return hidden_size * (1 + self.num_deep)
+        return hidden_size * (1 + len(self.deep))
 
     @property
     def placeholders(self) -> tuple[int, ...]:

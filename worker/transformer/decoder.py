@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         x, *before = [self.embed(call)] if self.first else call.hidden.split(self.spec.hidden_size, 1)
         x, residual = x.contiguous(), None
         images = call.images
-        deep = images is not None and images.num_deep(self.spec.hidden_size) > 0
+        deep = images is not None and bool(images.deep)
         lora = self.step_lora if self.step_lora is not None and self.step_lora.applies else None
         fused = self.fused_layers() if call.positions.dim() == 1 and not deep and not self.captures else None
         if fused is not None and (lora is None or fused.takes(lora)):

@@ -10,15 +10,10 @@ from tests.helpers.models.published import PUBLISHED
 VOCAB = 128
 _B = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
     "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 _H = _B | {"head_dim": 16}
 _W = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
@@ -453,6 +448,17 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             | {"swiglu_limit": 0.5},
             "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "image_size": 28}
             | {"patch_size": 14, "out_hidden_size": 32, "projection_intermediate_size": 16},
+        },
+    ),
+    "inkling": (
+        "inkling_mm_model",
+        {
+            "text_config": _H
+            | _EXPERTS
+            | {"model_type": "inkling_text", "n_routed_experts": 4, "local_layer_ids": [0, 2], "swa_head_dim": 32}
+            | {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "sliding_window_size": 24, "d_rel": 4}
+            | {"rel_extent": 40, "log_scaling_n_floor": 16, "dense_mlp_idx": 1, "logits_mup_width_multiplier": 2.0},
+            **{"vision_config": {"patch_size": 4}, "audio_config": {"n_mel_bins": 2}},
         },
     ),
     "minimax_m3": (

@@ -15,9 +15,10 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from quire.engine.messages import MediaItem
+from quire.server.media.granite4_vision import Granite4VisionProcessor
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
-from tests.helpers.models import llava_models, ocr_models, qwen_gemma_models
+from tests.helpers.models import document_models, llava_models, ocr_models, qwen_gemma_models
 from tests.helpers.models.llava_models import IMAGE_TOKEN_ID
 
 _SMALL = {"min_pixels": 64, "max_pixels": 64 * 24}  # of Qwen: up to 24 tokens of 8 x 8 pixels
@@ -59,7 +60,10 @@ class Writer:
             if isinstance(part, int):
                 prompt.token_ids.append(part)
             else:
-                self._add(prompt, self.processor([part], options)[0])
+                image = self.processor([part], options)[0]
+                if isinstance(self.processor, Granite4VisionProcessor):
+                    image.features["size"] = np.array([part.height, part.width])  # for transformers' model
+                self._add(prompt, image)
         return prompt
 
     def _add(self, prompt: Prompt, image: ProcessedImage) -> None:
@@ -89,7 +93,7 @@ def build(name: str, folder: str | Path, dtype: str = "float32") -> Any:
     """Write the checkpoint of a family and its preprocessor into `folder`, and return transformers' model, in float32.
     It never writes the image token, which transformers would take for a placeholder.
     """
-    families = (one for one in (llava_models, qwen_gemma_models) if name in one.MODELS)
+    families = (one for one in (document_models, llava_models, qwen_gemma_models) if name in one.MODELS)
     model = next(families, ocr_models).build_model(name, folder)
     model.lm_head.weight.data[IMAGE_TOKEN_ID] = 0.0
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -110,7 +114,7 @@ class Reference:
     def __call__(self, token_ids: torch.Tensor) -> Any:
         kinds = (token_ids == self.model.config.image_token_id).int()
         inputs = dict(self.inputs)
-        if inputs and self.name in _QWEN:
+        if inputs and (self.name in _QWEN or self.name.startswith("glm")):
             inputs["mm_token_type_ids"] = kinds
         if self.name.startswith("gemma3"):
             inputs["token_type_ids"] = kinds
@@ -124,10 +128,10 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     if not images:
         return {}
     pixels = [image["pixel_values"] for image in images]
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "glm", "lfm3")):
         frames = [one.expand(-1, -1, 2, -1).flatten(1) for one in pixels]
         return {"pixel_values": torch.cat(frames), "image_grid_thw": torch.stack([image["grid"] for image in images])}
-    if name in ("mistral3", "pixtral"):
+    if name in ("mistral3", "pixtral", "mistral_large4", "lighton_ocr"):
         sizes = torch.tensor([one.shape[1:] for one in pixels])
         padded = torch.zeros(len(pixels), 3, *sizes.max(0).values.tolist())
         for target, one in zip(padded, pixels):
@@ -135,6 +139,12 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         return {"pixel_values": padded, "image_sizes": sizes}
     if name.startswith("gemma4"):
         return _gemma4(images)
+    if name == "granite4_vision":
+        return _granite4_vision(images)
+    if name == "granite_docling":
+        tiles = torch.cat(pixels)[None]
+        fine = {"tile_fine_mask": torch.ones(1, dtype=torch.bool)} if "fine" in images[0] else {}
+        return {"pixel_values": tiles, "pixel_attention_mask": torch.ones(tiles.shape[:2], dtype=torch.bool)} | fine
     if "ocr" in name:
         return _ocr(name, images)
     if name == "lfm2_vl":
@@ -152,6 +162,15 @@ def _lfm2_vl(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     for i, part in enumerate(parts):
         padded[i, : len(part)], mask[i, : len(part)] = part, 1
     return {"pixel_values": padded, "spatial_shapes": grids, "pixel_attention_mask": mask}
+
+
+def _granite4_vision(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return the tiles, and sizes of images that are padded as theirs were."""
+    most = max(len(image["pixel_values"]) for image in images)
+    padded = torch.zeros(len(images), most, *images[0]["pixel_values"].shape[1:])
+    for target, image in zip(padded, images):
+        target[: len(image["pixel_values"])] = image["pixel_values"]
+    return {"pixel_values": padded, "image_sizes": torch.stack([image["size"] for image in images])}
 
 
 def _gemma4(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:

@@ -9,16 +9,18 @@ from PIL import Image
 
 from quire.server.media.deepseek_ocr import DeepseekOCR2Processor, DeepseekOCRProcessor, UnlimitedOCRProcessor
 from quire.server.media.gemma import Gemma3Processor, Gemma4Processor
+from quire.server.media.granite4_vision import Granite4VisionProcessor
+from quire.server.media.granite_docling import GraniteDoclingProcessor
 from quire.server.media.idefics3 import Idefics3Processor
 from quire.server.media.internvl import InternVLProcessor
 from quire.server.media.lfm2_vl import Lfm2VLProcessor
 from quire.server.media.llava import LlavaProcessor
 from quire.server.media.llava_onevision import LlavaOnevisionProcessor
-from quire.server.media.pixtral import PixtralProcessor
-from quire.server.media.qwen_vl import PaddleOCRVLProcessor, QwenVLProcessor
+from quire.server.media.pixtral import LightOnOCRProcessor, PixtralProcessor
+from quire.server.media.qwen_vl import GlmVProcessor, Lfm3VLProcessor, PaddleOCRVLProcessor, QwenVLProcessor
 from quire.server.media.registry import PROCESSORS
 
-VISION = {"image_size": 28, "patch_size": 7, "pooling_kernel_size": 2}
+VISION = {"image_size": 28, "patch_size": 7, "pooling_kernel_size": 2, "scale_factor": 2}
 CONFIG = {"vision_config": VISION, "scale_factor": 2, "mm_tokens_per_image": 4}
 PINPOINTS = {"image_grid_pinpoints": [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]}
 SQUARE = {"size": {"height": 28, "width": 28}}
@@ -45,6 +47,14 @@ FAMILIES = {
     ),
     "internvl": (InternVLProcessor(CONFIG, SQUARE), [{}, {"max_patches": 3}, {"min_patches": 4}, {"detail": "low"}]),
     "pixtral": (PixtralProcessor(CONFIG, {}), [{}, {"size": {"longest_edge": 50}}, {"detail": "low"}]),
+    "lighton": (LightOnOCRProcessor(CONFIG, {}), [{}, {"size": {"longest_edge": 50}}, {"detail": "low"}]),
+    "glm": (GlmVProcessor(CONFIG, {"patch_size": 7}), [{}, {"max_pixels": 15_000}, {"detail": "low"}]),
+    "lfm3": (Lfm3VLProcessor(CONFIG, {"patch_size": 7}), [{}, {"max_pixels": 5000}]),
+    "docling": (
+        GraniteDoclingProcessor(CONFIG, SQUARE),
+        [{}, {"max_patches": 40}, {"fine_route": True}, {"detail": "low"}],
+    ),
+    "granite": (Granite4VisionProcessor(CONFIG | PINPOINTS | {"downsample_rate": "1/2"}, {}), [{}]),
     "deepseek": (DeepseekOCRProcessor({}, {}), [{}, {"mode": "tiny"}, {"base_size": 64, "image_size": 32}]),
     "deepseek2": (DeepseekOCR2Processor({}, {}), [{}, {"mode": "small"}]),
     "unlimited": (UnlimitedOCRProcessor({}, {}), [{}, {"mode": "small"}, {"max_crops": 2}]),

@@ -167,6 +167,7 @@ def test_same_bits_of_a_family(native_kernels, name, tmp_path):
         ("deepseek_v4", "compressed keys"),
         ("hy_v4", "chosen keys: set --max-model-len to at most 20"),
         ("zaya", "convolution of whole heads"),
+        ("inkling", "bias of scores"),
     ],
 )
 def test_families_without_it_are_refused(native_kernels, name, words, tmp_path):

@@ -127,10 +127,11 @@ WITH_DEFAULTS = sorted(DECODERS.keys() - WITHOUT_DEFAULTS)
 
 
 # GLM-4V has no such config; each of Whisper's layers is two (test_whisper.py compares it)
-# MiMo's layers differ in their KV heads, those of DeepSeek V4 have two kinds of keys (test_families.py)
+# MiMo's and Inkling's layers differ in their KV heads, those of DeepSeek V4 have two kinds of keys (test_families.py)
 _ELSEWHERE = {
     "DeepseekV4ForCausalLM",
     "Glm4vMoeForCausalLM",
+    "InklingForCausalLM",
     "MiMoV2FlashForCausalLM",
     "MiMoV2ForCausalLM",
     "WhisperForCausalLM",
@@ -290,7 +291,7 @@ def test_wrong_sizes_of_states_are_refused_by_name(key, value, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "architecture", "reason"),
     [
-        ("inkling_mm_model", "InklingForConditionalGeneration", "a bias that depends on the distance"),
+        ("inkling_text", "InklingForCausalLM", "only files with its encoders"),
         ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "a block of tokens in several passes"),
     ],
 )

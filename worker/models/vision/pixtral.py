@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat
 from quire.worker.layers.norm import RMSNorm
+from quire.worker.layers.views import RotaryRows
+from quire.worker.spec.vision import VisionSpec
 from quire.worker.transformer.vision.layers import (
     Encoder,
     EncoderSpec,
@@ -93,17 +97,18 @@ class Mistral3Tower(VisionTower):
     """Pixtral's encoder; `spatial_merge_size` squared patches make one embedding."""
 
     prefixes = ("vision_tower.", "multi_modal_projector.")
+    names: ClassVar[tuple[str, str]] = ("vision_tower", "multi_modal_projector")  # of the encoder and the projector
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)
-        self.encoder = PixtralEncoder(config, weights)
+        encoder, name = self.names
+        self.encoder = PixtralEncoder(config, weights, encoder)
         size, self.merge = self.encoder.hidden_size, config.get("spatial_merge_size", 2)
         self.patches_per_embed = self.merge**2
-        name = "multi_modal_projector"
         self.norm = named(RMSNorm(size, config["text_config"].get("rms_norm_eps", 1e-6)), f"{name}.norm")
         merger = f"{name}.patch_merger.merging_layer"
         self.merging_layer = linear(size * self.merge**2, size, merger, weights, bias=False)
-        self.projector = Projector(config, size, weights, bias=False)
+        self.projector = Projector(config, size, weights, bias=False, prefix=name)
 
     def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Encode images, each with `pixel_values` of `[3, height, width]`."""
@@ -113,6 +118,65 @@ class Mistral3Tower(VisionTower):
         return list(embeddings.split([len(part) for part in merged]))
 
     def _merged(self, grid: torch.Tensor) -> torch.Tensor:
-        """Join neighbours; the merging layer's columns are ordered by channel first."""
-        joined = merge_patches(grid.unsqueeze(0), self.merge)[0]
+        """Join neighbours; the merging layer's columns are ordered by channel first. Patches without neighbours at the
+        lower and right edges are left out.
+        """
+        rows, columns = (size // self.merge * self.merge for size in grid.shape[:2])
+        joined = merge_patches(grid[:rows, :columns].unsqueeze(0), self.merge)[0]
         return joined.unflatten(-1, (-1, grid.shape[-1])).transpose(1, 2).flatten(1)
+
+
+class LightOnOCRTower(Mistral3Tower):
+    """Mistral 3's under other names."""
+
+    prefixes = ("vision_encoder.", "vision_projection.")
+    names = ("vision_encoder", "vision_projection")
+
+    @classmethod
+    def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
+        return super().read_spec(architecture, {"image_token_id": 151655} | config)
+
+
+# names of Mistral's own files
+_LARGE4_NAMES = {
+    "vision_tower.": "vision_encoder.",
+    "multi_modal_projector.norm.": "pre_mm_projector_norm.",
+    "multi_modal_projector.linear_1.": "vision_language_adapter.w_in.",
+    "multi_modal_projector.linear_2.": "vision_language_adapter.w_out.",
+    "multi_modal_projector.": "",
+    "attention.q_proj.": "attention.wq.",
+    "attention.k_proj.": "attention.wk.",
+    "attention.v_proj.": "attention.wv.",
+    "attention.o_proj.": "attention.wo.",
+    "feed_forward.gate_proj.": "feed_forward.w1.",
+    "feed_forward.up_proj.": "feed_forward.w3.",
+    "feed_forward.down_proj.": "feed_forward.w2.",
+}
+
+
+class MistralLarge4Tower(Mistral3Tower):
+    """Mistral 3's with other defaults, in files with Mistral's own names and interleaved pairs."""
+
+    prefixes = ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
+    defaults = {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+        "hidden_act": "silu",
+    }
+
+    def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(config | {"vision_config": self.defaults | config["vision_config"]}, weights)
+        rows = RotaryRows(self.encoder.head_dim, self.encoder.head_dim, interleaved=True)
+        for parameter in self.parameters():
+            parameter.parts = [_as_in_files(part, rows) for part in parameter.parts]
+
+
+def _as_in_files(part: Part, rows: RotaryRows) -> Part:
+    """Return `part` under its name in Mistral's files; `rows` is the view of those of q and k."""
+    name = part.name
+    for ours, theirs in _LARGE4_NAMES.items():
+        name = name.replace(ours, theirs)
+    return replace(part, name=name, view=rows if re.search(r"attention\.w[qk]\.", name) else part.view)

@@ -41,7 +41,7 @@ class Qwen3VLTower(QwenVLTower):
     @classmethod
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
         deep = (cls.defaults | config["vision_config"])["deepstack_visual_indexes"]
-        return replace(super().read_spec(architecture, config), num_deep=len(deep))
+        return replace(super().read_spec(architecture, config), deep=tuple(range(len(deep))))
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)

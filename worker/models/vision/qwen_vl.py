@@ -72,6 +72,7 @@ class QwenVLTower(VisionTower):
     patch_embedding: ClassVar[type[PatchEmbedding]] = PatchEmbedding
     patch_bias: ClassVar[bool] = False
     video_token_id: ClassVar[int | None] = 151656  # where config.json names none
+    theta: ClassVar[float] = 10000.0  # base of the rotary embedding, where config.json names none
 
     @classmethod
     def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
@@ -118,7 +119,8 @@ class QwenVLTower(VisionTower):
         """
         frames, rows, columns = grid
         half = self.head_dim // 2
-        frequencies = 1.0 / 10000.0 ** (torch.arange(0, half, 2, device=device, dtype=torch.float32) / half)
+        theta = (self.vision.get("rope_parameters") or {}).get("rope_theta") or self.theta
+        frequencies = 1.0 / theta ** (torch.arange(0, half, 2, device=device, dtype=torch.float32) / half)
         of_row = torch.arange(rows, device=device)[:, None, None] * frequencies
         of_column = torch.arange(columns, device=device)[None, :, None] * frequencies
         shape = (rows, columns, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,16 +62,34 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixels: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
         """Encode the image. With `whole` its token, if there is one, comes first."""
+        x, batch, length = self._first(pixels)
+        x = self.encoder(x, [length] * batch)
+        x = x if self.final_norm is None else self.final_norm(x)
+        return self._seen(x.view(batch, length, -1), whole)
+
+    def with_layers(self, pixels: torch.Tensor, layers: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the features of `forward`, and the outputs of `layers`, ascending; -1 is the first layer's input."""
+        x, batch, length = self._first(pixels)
+        kept = [x] if -1 in layers else []
+        for i, layer in enumerate(self.encoder.layers):
+            x = layer(x, [length] * batch)
+            kept += [x] if i in layers else []
+        x = x if self.final_norm is None else self.final_norm(x)
+        return self._seen(x.view(batch, length, -1)), [self._seen(one.view(batch, length, -1)) for one in kept]
+
+    def _seen(self, x: torch.Tensor, whole: bool = False) -> torch.Tensor:
+        """Leave out the image's token, if there is one."""
+        return x if whole or self.class_embedding is None else x[:, 1:]
+
+    def _first(self, pixels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """Return the input of the first layer `[B * N, C]`, and B and N."""
         x = self.patch_embedding(pixels.to(self.positions.dtype)).flatten(1, 2)
         if self.class_embedding is not None:
             x = torch.cat((self.class_embedding.expand(len(x), 1, -1), x), 1)
         x = self.embed_positions(x)
         batch, length, _ = x.shape
         x = x.flatten(0, 1) if self.pre_norm is None else self.pre_norm(x.flatten(0, 1))
-        x = self.encoder(x, [length] * batch)
-        x = x if self.final_norm is None else self.final_norm(x)
-        x = x.view(batch, length, -1)
-        return x if whole or self.class_embedding is None else x[:, 1:]
+        return x, batch, length
 
     def embed_positions(self, x: torch.Tensor) -> torch.Tensor:
         """Add the embeddings of the positions to x `[B, N, C]`."""

@@ -111,6 +111,7 @@ class LayerNames:
     up: tuple[str, ...] = ("mlp.fc1",)  # two of a gated MLP
     down: str = "mlp.fc2"
     scales: tuple[str, ...] = ()  # factors `[C]` of both halves
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ class EncoderSpec:
     qkv_bias: bool = True
     bias: bool = True  # for the other linear layers
     qk_norm: bool = False  # rms, over all heads together
+    head_norm: bool = False  # rms of q and k, each head by itself
+    num_kv_heads: int | None = None  # fewer than heads; None: as many
     names: LayerNames = LayerNames()
 
     def make_norm(self, name: str) -> Norm:
@@ -140,20 +143,27 @@ class SelfAttention(nn.Module):
         super().__init__()
         size, prefix = spec.hidden_size, f"{prefix}.{spec.names.attention}"
         names = [f"{prefix}.{name}" for name in spec.names.qkv]
-        self.num_heads, self.norms = spec.num_heads, spec.qk_norm
-        self.qkv = linear(size, 3 * size // len(names), names, weights, spec.qkv_bias)
+        self.norms, self.head_norms, self.head_dim = spec.qk_norm, spec.head_norm, size // spec.num_heads
+        self.group = spec.num_heads // (spec.num_kv_heads or spec.num_heads)
+        self.sizes = [size, size // self.group, size // self.group]
+        rows = self.sizes if len(names) == 3 else [sum(self.sizes)]
+        self.qkv = linear(size, rows, names, weights, spec.qkv_bias)
         self.out = linear(size, size, f"{prefix}.{spec.names.out}", weights, spec.bias)
-        if spec.qk_norm:
-            self.q_norm = named(RMSNorm(size, 1e-6), f"{prefix}.q_norm")
-            self.k_norm = named(RMSNorm(size, 1e-6), f"{prefix}.k_norm")
+        if spec.qk_norm or spec.head_norm:
+            normed, eps = (self.head_dim, spec.eps) if spec.head_norm else (size, 1e-6)
+            self.q_norm, self.k_norm = (named(RMSNorm(normed, eps), f"{prefix}.{n}") for n in spec.names.qk_norms)
 
     def forward(self, x: torch.Tensor, lengths: Sequence[int], cos_sin: torch.Tensor | None) -> torch.Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = self.qkv(x).split(self.sizes, -1)
         if self.norms:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in (q, k, v))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if self.head_norms:
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if cos_sin is not None:
             q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
+        if self.group > 1:
+            k, v = (part.repeat_interleave(self.group, 1) for part in (k, v))
         return self.out(attend(q, k, v, lengths).flatten(1))
 
 
@@ -213,9 +223,16 @@ class Encoder(nn.Module):
 class Projector(nn.Module):
     """Maps features `[T, in_features]` to embeddings `[T, hidden_size]`: two linear layers and an activation."""
 
-    def __init__(self, config: dict[str, Any], in_features: int, weights: WeightFormat, bias: bool = True):
+    def __init__(
+        self,
+        config: dict[str, Any],
+        in_features: int,
+        weights: WeightFormat,
+        bias: bool = True,
+        prefix: str = "multi_modal_projector",
+    ):
         super().__init__()
-        size, prefix = config["text_config"]["hidden_size"], "multi_modal_projector"
+        size = config["text_config"]["hidden_size"]
         bias = config.get("multimodal_projector_bias", bias)
         self.linear_1 = linear(in_features, size, f"{prefix}.linear_1", weights, bias)
         self.linear_2 = linear(size, size, f"{prefix}.linear_2", weights, bias)

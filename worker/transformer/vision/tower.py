@@ -51,11 +51,11 @@ class VisionTower(nn.Module):
         return self.patches_per_embed * (2 * itemsize * widest + _PIXEL_BYTES)
 
     def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Return the embeddings of each image, `[num_embeds, hidden_size * (1 + num_deep)]` in the model's dtype, from
+        """Return the embeddings of each image, `[num_embeds, hidden_size * (1 + len(deep))]` in the model's dtype, from
         its features, which are on the model's device in the dtype of the file (float32 for pixels).
 
         The first `hidden_size` columns replace the embeddings of the image's placeholders, after the language model
         has scaled those of the text (Gemma). With deepstack, part i of the others is added to the hidden states after
-        decoder layer i.
+        decoder layer `VisionSpec.deep[i]`.
         """
         raise NotImplementedError

@@ -1,0 +1,124 @@
+"""Preprocessing of the newest models of images and documents equals that of transformers' processors on Pillow."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from quire.server.media.granite4_vision import Granite4VisionProcessor
+from quire.server.media.granite_docling import GraniteDoclingProcessor
+from quire.server.media.pixtral import LightOnOCRProcessor, PixtralProcessor
+from quire.server.media.qwen_vl import MAX_RATIO, GlmVProcessor
+from quire.server.media.registry import load_processor
+from tests.server.media.test_llava_processors import GRIDS, IMAGES, expanded, noise, same_pixels, transformers_class
+
+PATCH, SIDE = 7, 28
+VISION = {"image_size": SIDE, "patch_size": PATCH}
+SQUARE = {"size": {"height": SIDE, "width": SIDE}}
+SOME = settings(max_examples=40, deadline=None)
+
+
+def pil(model: str, prefix: str, **options: Any) -> Any:
+    return transformers_class(model, "image_processing_pil", f"{prefix}ImageProcessorPil")(**options)
+
+
+@SOME
+@given(images=st.lists(IMAGES, min_size=1, max_size=3), least=st.integers(1, 9000), more=st.integers(0, 40_000))
+def test_glm(images, least, more):
+    assume(all(max(image.size) <= MAX_RATIO * min(image.size) for image in images))
+    size = {"shortest_edge": least, "longest_edge": least + more}
+    expected = pil("glm4v", "Glm4v", patch_size=PATCH, size=size)(images)
+    grids = expected["image_grid_thw"]
+    patches = np.split(expected["pixel_values"], np.cumsum(grids.prod(1))[:-1])
+    processor = GlmVProcessor({"vision_config": VISION}, {"patch_size": PATCH})
+    for i, found in enumerate(processor(images, {"size": size})):
+        frames = found.features["pixel_values"]
+        assert found.features["grid"].tolist() == grids[i].tolist()
+        same_pixels(np.repeat(frames, 2, 2).reshape(len(frames), -1), patches[i])
+
+
+@SOME
+@given(
+    image=IMAGES,
+    most=st.integers(1, 40),
+    fine=st.booleans(),
+    dense=st.sampled_from([{}, {"dense_max_patches": 9, "dense_max_scale": 0.5, "dense_min_aspect": 1.1}]),
+    largest=st.sampled_from([0, 2.5]),
+)
+def test_granite_docling(image, most, fine, dense, largest):
+    dense = dense and dense | {"dense_max_aspect": largest}
+    expected = pil("granite_docling", "GraniteDocling", **SQUARE, **dense)([image], max_patches=most, fine_route=fine)
+    processor = GraniteDoclingProcessor({"vision_config": VISION | {"scale_factor": 2}}, SQUARE | dense)
+    found = processor([image], {"max_patches": most, "fine_route": fine})[0]
+    same_pixels(found.features["pixel_values"], expected["pixel_values"][0])
+    own = SimpleNamespace(
+        image_token="<image>",
+        image_seq_len=4,
+        fake_image_token="<fake_token_around_image>",
+        global_image_tag="<global-img>",
+    )
+    replaced = transformers_class("granite_docling", "processing", "GraniteDoclingProcessor").replace_image_token
+    assert expanded(found, "<image>") == replaced(own, expected, 0)
+    assert ("fine" in found.features) == fine
+
+
+def test_a_page_of_docling_in_one_tile():
+    processor = GraniteDoclingProcessor({"vision_config": VISION | {"scale_factor": 2}}, SQUARE)
+    page = noise(90, 60)
+    assert processor.num_tokens([page.size], {"detail": "low"}) == [4]
+    assert processor([page], {"crop_to_patches": False})[0].counts == [4]
+    coarse = GraniteDoclingProcessor({"vision_config": VISION | {"scale_factor": 2, "use_fine_route": False}}, SQUARE)
+    with pytest.raises(ValueError, match="fine_route"):
+        coarse.num_tokens([page.size], {"fine_route": True})
+
+
+@SOME
+@given(images=st.lists(IMAGES, min_size=1, max_size=2))
+def test_granite4_vision(images):
+    reference = pil("llava_next", "LlavaNext", **SQUARE, crop_size=SQUARE["size"], image_grid_pinpoints=GRIDS)
+    expected = reference(images, do_pad=False)
+    config = {"vision_config": VISION, "image_grid_pinpoints": GRIDS, "downsample_rate": "1/2"}
+    named = transformers_class("granite4_vision", "processing", "Granite4VisionProcessor")
+    own = object.__new__(named)
+    own.__dict__ |= {"image_token": "<image>", "patch_size": PATCH, "num_additional_image_tokens": 0}
+    own.__dict__ |= {"vision_feature_select_strategy": "full", "downsample_rate": "1/2", "image_processor": reference}
+    for i, found in enumerate(Granite4VisionProcessor(config, SQUARE)(images, {})):
+        same_pixels(found.features["pixel_values"], expected["pixel_values"][i])
+        assert expanded(found, "<image>") == own.replace_image_token(expected, i)
+
+
+@SOME
+@given(
+    images=st.lists(IMAGES, min_size=1, max_size=3), longest=st.integers(14, 120), patch=st.sampled_from([PATCH, 14])
+)
+def test_lighton_ocr(images, longest, patch):
+    assume(all(min(image.size) * longest >= max(image.size) for image in images))
+    expected = pil("pixtral", "Pixtral", size={"longest_edge": longest})(images, patch_size=patch, do_pad=False)
+    config = {"vision_config": {"image_size": 56, "patch_size": PATCH}, "spatial_merge_size": 2}
+    processor = LightOnOCRProcessor(config, {"size": {"longest_edge": longest}, "patch_size": patch})
+    for i, found in enumerate(processor(images, {})):
+        height, width = found.features["pixel_values"].shape[1:]
+        if (height, width) == expected["image_sizes"][i]:
+            same_pixels(found.features["pixel_values"], expected["pixel_values"][i])
+        else:  # theirs would have no token
+            assert min(expected["image_sizes"][i]) < 14 <= min(height, width)
+        assert found.counts == [(height // 14) * (width // 14)]
+
+
+def test_mistral_large_4_joins_patches():
+    processor = PixtralProcessor({"vision_config": VISION, "model_type": "mistral_large4"}, {})
+    assert processor.num_tokens([(28, 14)], {}) == [2]
+
+
+def test_the_image_token_of_the_tokenizer(tmp_path):
+    config = {"architectures": ["Lfm3VlForConditionalGeneration"], "vision_config": {"patch_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_processor(tmp_path).placeholder == "<|image_pad|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"image_token": {"content": "<image>"}}))
+    assert load_processor(tmp_path).placeholder == load_processor(tmp_path).image_token == "<image>"
