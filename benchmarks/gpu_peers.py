@@ -5,6 +5,8 @@ python benchmarks/gpu_peers.py run vllm Llama-3.1-8B [CASE..]       the same wit
 python benchmarks/gpu_peers.py table                                ratios of what was measured
 python benchmarks/gpu_peers.py smoke                                all cases on a CPU with a tiny model
 
+`bash benchmarks/gpu.sh --peers` runs them in order of worth, each within its time.
+
 Results are lines of JSON in --results (gpu_peers.jsonl). Cases: one, mixed, streams, long, drafts (repetitive text,
 drafts by n-grams), schema (a JSON schema), adapters (ten LoRA adapters).
 """
@@ -184,6 +186,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("gpu_peers.jsonl"))
+    parser.add_argument("--smoke", action="store_true", help="run on a CPU, with short requests")
     parser.add_argument("action", choices=("run", "table", "smoke"))
     parser.add_argument("arguments", nargs="*", help="run: quire or vllm, a model, cases")
     given = parser.parse_args()
@@ -197,7 +200,7 @@ def main() -> None:
         asyncio.run(run("quire", "tiny", list(CASES), note, smoke=True))
     elif given.action == "run":
         server, model, *cases = given.arguments
-        asyncio.run(run(server, model, cases or list(CASES), note, smoke=False))
+        asyncio.run(run(server, model, cases or list(CASES), note, given.smoke))
     else:
         print(table([json.loads(line) for line in given.results.read_text(encoding="utf-8").splitlines()]))
 

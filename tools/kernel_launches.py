@@ -10,12 +10,12 @@ from quire.worker.attention.scaled import ScaledCache, ScaledLatents
 from quire.worker.batch.input_batch import InputBuffers
 from quire.worker.cuda.kernels import (
     limits,
-    triton_bitmask,
     triton_dequantize,
     triton_experts,
     triton_experts_fp8,
     triton_fixed,
     triton_fp8,
+    triton_logits,
     triton_lora,
     triton_mla,
     triton_ops,
@@ -144,11 +144,15 @@ def step() -> None:
 def sampler() -> None:
     rows = torch.arange(3)
     tables = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
-    triton_bitmask.exclude_by_bitmask(torch.zeros(3, 151936), rows, torch.zeros(3, 4748, dtype=torch.int32))
+    triton_logits.exclude_by_bitmask(torch.zeros(3, 151936), rows, torch.zeros(3, 4748, dtype=torch.int32))
     filters = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.float64), torch.zeros(8)
     for dtype in (torch.float32, torch.bfloat16):
         triton_sampler.sample(torch.zeros(3, 151936, dtype=dtype), rows, rows, *tables)
         triton_sampler.sample(torch.zeros(3, 151936, dtype=dtype), rows, rows, *tables, *filters)
+    logits, best = torch.zeros(3, 151936), (torch.zeros(3, 20), torch.zeros(3, 20, dtype=torch.int64))
+    triton_logits.penalize(logits, torch.zeros(8, 4096, dtype=torch.int32), torch.stack([rows] * 5), logits[:, :3])
+    for some in (best, None):
+        triton_logits.logprobs(logits, rows, some, normalize=True)
 
 
 def routing() -> None:
@@ -205,7 +209,14 @@ def stack_of(kind: str, shape: tuple[int, int, int]) -> triton_experts.Stack:
 
 
 def quantized() -> None:
-    """Launch decode and prefill with the weights of Qwen3-8B's MLP."""
+    """Launch decode and prefill with the weights of Qwen3-8B's MLP, and products with so few outputs that their sums
+    are split.
+    """
+    x, scales = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.zeros(1024, 32, dtype=torch.float16)
+    codes = torch.zeros(1024, 2048, dtype=torch.uint8)
+    triton_tiles.multiply_tiles(x, triton_tiles.StoredTiles(codes.view(64, -1, 16, 64), scales, None, 128, "int4"))
+    floats = torch.zeros(1024, 4096, dtype=torch.float8_e4m3fn)
+    triton_quantized.multiply_groups(x, triton_quantized.StoredGroups(floats, scales[:, :1], None, 8, 4096))
     for rows in (48, 8, 32, 1024):
         x, scales = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(12288, 32, dtype=torch.float16)
         values, codes = torch.zeros(12288, 4096, dtype=torch.int8), torch.zeros(12288, 2048, dtype=torch.uint8)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, gpu_models, gpu_report
+from benchmarks import gpu, gpu_models, gpu_peers, gpu_report
 from quire.server.text.tokenizer import Tokenizer
 from quire.worker.models.registry import num_parameters, parse_model_spec, read_model_spec
 
@@ -149,6 +149,31 @@ def test_the_parts_of_a_set_fit_its_time():
         part = r'(?:part (?:"[^"]+"|\w+)|measure \w+ "\$(?:largest|model)") (\d+)'
         seconds = sum(map(int, re.findall(part, once))) + 2 * sum(map(int, re.findall(part, " ".join(others))))
         assert 150 < seconds <= total - 10, seconds
+
+
+def test_every_kind_is_compared_with_a_peer():
+    text = (ROOT / "benchmarks" / "gpu.sh").read_text()
+    pairs = [pair.split(":") for pair in re.search(r'pairs=\$\{PAIRS:-"([^"]+)"', text)[1].split()]
+    assert all(model in gpu_models.MODELS and set(cases.split(",")) <= set(gpu_peers.CASES) for model, cases in pairs)
+    assert {model for model, _ in pairs} == gpu_models.MODELS.keys() - {"tiny"}
+    assert {case for _, cases in pairs for case in cases.split(",")} >= set(gpu_peers.CASES) - {"long"}
+
+
+def test_a_comparison_goes_on_where_the_last_call_stopped(tmp_path):
+    """The peer is quire itself."""
+    environment = os.environ | {"PYTHON": sys.executable, "RESULTS": str(tmp_path / "gpu.json"), "PAIRS": "tiny:one"}
+    environment |= {"VLLM": f"{sys.executable} -m quire", "OUT": str(tmp_path / "out"), "TMPDIR": str(tmp_path)}
+    (tmp_path / "out").mkdir()
+    outputs = []
+    for _ in range(2):
+        command = ["bash", "benchmarks/gpu.sh", "--peers", "--smoke"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(done.stdout)
+    assert "== vllm tiny:one" in outputs[0] and "==" not in outputs[1]
+    assert re.search(r"\| tiny \| one \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", outputs[1])
+    lines = (tmp_path / "out" / "gpu_peers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["case"] for line in lines] == ["ready one", "one"] * 2
 
 
 def test_what_a_part_left_behind_ends(monkeypatch):

@@ -90,8 +90,8 @@ class TritonOps(Ops):
 
     def __init__(self) -> None:
         from quire.worker.cuda.kernels import (
-            triton_bitmask,
             triton_experts,
+            triton_logits,
             triton_lora,
             triton_mla,
             triton_routing,
@@ -103,9 +103,10 @@ class TritonOps(Ops):
         from quire.worker.cuda.kernels import triton_ops as kernels
 
         self.fused_sample = triton_sampler.sample
+        self.fused_penalize, self.fused_logprobs = triton_logits.penalize, triton_logits.logprobs
         self.fill_inputs, self.append_tokens = triton_step.fill_inputs, triton_step.append_tokens
         self.write_entries = triton_step.write_entries
-        self.exclude_by_bitmask = triton_bitmask.exclude_by_bitmask
+        self.exclude_by_bitmask = triton_logits.exclude_by_bitmask
         self.rms_norm, self.add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
         self.route, self.fused_experts = triton_routing.route, triton_experts.fused_experts
         self.add_lora, self.add_lora_slots = triton_lora.add, triton_lora.add_slots

@@ -200,6 +200,9 @@ class Ops:
 
     # `cuda.kernels.triton_sampler.sample`, or a function with its signature
     fused_sample: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    # `penalize` and `logprobs` of `cuda.kernels.triton_logits`
+    fused_penalize: Callable[..., None] | None = None
+    fused_logprobs: Callable[..., tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]]] | None = None
 
     def sample(
         self,

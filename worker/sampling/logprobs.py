@@ -40,13 +40,18 @@ class Entries:
 
 def entries(logits: torch.Tensor, token_ids: torch.Tensor, num: int, normalize: bool, platform: Platform) -> Entries:
     """Return, for each row of logits `[n, V]` float32, the values of `token_ids[i]` and of the `num` best tokens, and
-    the rank of `token_ids[i]`.
+    the rank of `token_ids[i]`. A negative one, of a row without a token, stands for token 0.
 
     Values are log-probabilities, or the logits themselves without `normalize`.
     """
-    if (native := platform.ops.logprobs(logits, token_ids.long(), num, normalize)) is not None:
+    if platform.ops.fused_logprobs is not None:
+        best = largest(logits, num) if num else None
+        packed, unpack = platform.ops.fused_logprobs(logits, token_ids.long(), best, normalize)
+        return Entries(*unpack(platform.to_host(packed)))
+    token_ids = token_ids.long().clamp(min=0)
+    if (native := platform.ops.logprobs(logits, token_ids, num, normalize)) is not None:
         return Entries(*native)
-    chosen = token_ids.long()[:, None]
+    chosen = token_ids[:, None]
     value = logits.gather(1, chosen)
     # Count in float32, which is exact here: comparing into bool and summing takes torch's CPU kernels ten times as
     # long.

@@ -280,10 +280,30 @@ class Penalties(LogitsProcessor):
         batch: SamplingBatch,
     ) -> None:
         """Change rows of logits. `using` has (row of the logits, sampling row of the batch, `values`)."""
-        if using:
+        if using and self.platform.ops.fused_penalize is not None:
+            numbers, values = self._numbers(using, batch)
+            # as many 64-bit words: one copy brings both
+            sent = self.platform.to_device(np.append(numbers, np.resize(values, 4 * len(using)).view(np.int64)))
+            numbers, values = sent[: numbers.size].view(5, -1), sent[numbers.size :].view(torch.float32).view(4, -1)
+            self.platform.ops.fused_penalize(logits, self.table.token_table, numbers, values)
+        elif using:
             size = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], max(batch.positions[i] for _, i, _ in using)))
             for first in range(0, len(using), size):
                 self._penalize(logits, using[first : first + size], batch)
+
+    def _numbers(
+        self, using: list[tuple[int, int, tuple[float, float, float, int | None]]], batch: SamplingBatch
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the arguments `numbers` and `values` of `cuda.kernels.triton_logits.penalize`, on the host."""
+        numbers = []
+        for place, i, (_, _, _, last_n) in using:
+            row, length = batch.rows[i], batch.positions[i]
+            # from where tokens count: for the repetition penalty, and for the two others
+            start = 0 if last_n is None or last_n < 0 else max(length - last_n, 0)
+            prompt = min(self.table.num_prompt_tokens[row], length) if last_n is None else start
+            numbers.append((place, row, length, start, prompt))
+        values = np.array([values[:3] for _, _, values in using], dtype=np.float32)
+        return np.array(numbers, dtype=np.int64).T.copy(), values.T.copy()
 
     def _penalize(
         self,
@@ -291,25 +311,13 @@ class Penalties(LogitsProcessor):
         using: list[tuple[int, int, tuple[float, float, float, int | None]]],
         batch: SamplingBatch,
     ) -> None:
-        which, rows, lengths, starts, prompts = [], [], [], [], []
-        for place, i, (_, _, _, last_n) in using:
-            length = batch.positions[i]
-            which.append(place)
-            rows.append(batch.rows[i])
-            lengths.append(length)
-            # from where tokens count: for the repetition penalty, and for the two others
-            start = 0 if last_n is None or last_n < 0 else max(length - last_n, 0)
-            starts.append(start)
-            prompts.append(min(self.table.num_prompt_tokens[rows[-1]], length) if last_n is None else start)
-        index, row_ids, length, start, prompt = self.platform.to_device(
-            np.array([which, rows, lengths, starts, prompts], dtype=np.int64)
-        )
-        repetition, frequency, presence = self.platform.to_device(
-            np.array([values[:3] for _, _, values in using], dtype=np.float32).T.copy()
-        )[:, :, None]
+        numbers, values = self._numbers(using, batch)
+        which, longest = numbers[0], int(numbers[2].max())
+        index, row_ids, length, start, prompt = self.platform.to_device(numbers)
+        repetition, frequency, presence = self.platform.to_device(values)[:, :, None]
 
-        position = torch.arange(max(lengths), device=logits.device)
-        tokens = self.table.token_table[row_ids, : max(lengths)].long()
+        position = torch.arange(longest, device=logits.device)
+        tokens = self.table.token_table[row_ids, :longest].long()
         real = (position < length[:, None]) & (position >= start[:, None])
         # pad with the last token: equal tokens get equal values
         tokens = torch.where(real, tokens, tokens.gather(1, length[:, None] - 1))

@@ -261,9 +261,7 @@ class Sampler:
         if processed:
             raw = self._filtered(raw, [batch.rows[i] for i in which], batch.positions_tensor[where])
         counts = [self.logprobs.rows[batch.rows[i]][0] for i in which]
-        return RowLogprobs(
-            which, counts, entries(raw, token_ids[where].clamp(min=0), max(counts), normalize, self.platform)
-        )
+        return RowLogprobs(which, counts, entries(raw, token_ids[where], max(counts), normalize, self.platform))
 
     def _filtered(self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor) -> torch.Tensor:
         """Return logits after temperature and filters in the random rows among `rows`.

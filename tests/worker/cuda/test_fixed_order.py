@@ -11,7 +11,7 @@ from quire.configs.config import Config
 from quire.engine.messages import SamplingParams
 from quire.worker import parallel
 from quire.worker.cuda import fixed_order
-from quire.worker.cuda.kernels import triton_experts, triton_fixed, triton_mla, triton_paged
+from quire.worker.cuda.kernels import limits, triton_experts, triton_fixed, triton_mla, triton_paged
 from quire.worker.layers.mla import multiply_heads
 from quire.worker.models.registry import read_model_spec
 from quire.worker.worker import Worker
@@ -183,6 +183,28 @@ def test_drafts_are_on_and_change_no_bit(checkpoint):
             results.append((one.token_ids, one.logprobs))
             engine.close()
     assert results[0] == results[1] and len(results[0][0]) == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
+def test_a_prefix_hit_changes_no_bit(checkpoint):
+    prompt = _prompt(45, 3)
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=1)
+    with emulated(EmulatedGpu()):
+        engine = InProcessEngine(checkpoint("qwen3", num_hidden_layers=2), deterministic=True, **SIZES)
+        cold, warm = (engine.generate([prompt], sampling)[0] for _ in range(2))
+        engine.close()
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 32)
+    assert (cold.token_ids, cold.logprobs) == (warm.token_ids, warm.logprobs)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 2, 44, 300, 1024])
+@pytest.mark.parametrize("longest", [1, 2, 16, 700])
+def test_tiles_of_attention_do_not_depend_on_the_step(num_reqs, longest):
+    """Public reports of servers whose bits are those of the batch size: 44 requests take other splits than 8."""
+    meta = (32, 128, 128, 16, 8, num_reqs), (longest, 64, None, True), (0, 0.0, 0, 2)
+    plan = triton_paged._plan((num_reqs + longest - 1, *meta[0]), *meta[1:], DEVICE, limits.KNOWN[90])
+    one = triton_paged._plan((1, 32, 128, 128, 16, 8, 1), (1, 9, None, True), meta[2], DEVICE, limits.KNOWN[90])
+    assert plan.constants == one.constants and plan.num_splits == 1 and not plan.combines
 
 
 @pytest.mark.gpu

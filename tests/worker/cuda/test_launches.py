@@ -11,14 +11,14 @@ pytest.importorskip("triton")
 if has_gpu():  # what it imports selects the interpreter for all tests of this process
     pytest.skip("counts calls under Triton's interpreter", allow_module_level=True)
 from benchmarks import step_model
-from quire.worker.cuda.kernels import triton_ops
+from quire.worker.cuda.kernels import triton_ops, triton_paged
 from quire.worker.messages import SamplingParams
 from tests.helpers.models.checkpoints import config_of
 from tests.helpers.worker.launches import Launches, count, per_layer
 
 MIXED = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
 GREEDY = SamplingParams(temperature=0.0)
-OUTSIDE = 12
+OUTSIDE = 9
 
 
 @pytest.mark.slow
@@ -40,9 +40,41 @@ def test_a_decode_step_takes_few_launches(name, batch, sampling, layer):
     assert step.outside.total() <= OUTSIDE, step.outside
     assert of_layer["linear"] + of_layer["mv"] >= 3 and of_layer.total() <= layer, of_layer
     predicted = step_model.DENSE_LAYER if layer == 10 else step_model.EXPERTS_LAYER
-    assert of_layer.total() == predicted and step.outside.total() <= step_model.OUTSIDE
+    assert of_layer.total() == predicted
+    assert step.outside.total() <= step_model.OUTSIDE + (sampling is MIXED)  # a filter takes one more
     # what is not in layers: the embedding, and the last norm
     assert step.inside.total() - 3 * of_layer.total() <= 3, step.inside
+
+
+# launches of a step of seven requests outside the graph beyond those of its inputs, graph, head, tokens to the host and
+# into the table: one samples
+KINDS = [
+    ({}, 1),
+    ({"temperature": 0.7, "seed": 1}, 1),
+    ({"temperature": 0.7, "seed": 1, "top_p": 0.9, "top_k": 20}, 2),
+    ({"temperature": 0.7, "seed": 1, "min_p": 0.1}, 2),
+    ({"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1}, 4),  # float32, a copy, a kernel
+    ({"repetition_penalty": 1.1, "repeat_last_n": 8}, 4),
+    ({"logprobs": 0}, 4),  # float32, a kernel, a copy to the host
+    ({"logprobs": 5}, 5),  # and the largest
+    ({"logit_bias": {3: 1.0}}, 3),
+    ({"min_tokens": 30, "stop_token_ids": [3, 4]}, 3),
+]
+
+
+@pytest.mark.parametrize("parameters, more", KINDS, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x))
+def test_what_a_request_asks_of_logits_takes_few_launches(parameters, more):
+    step = count("llama3", 7, 1, SamplingParams(**{"temperature": 0.0} | parameters))
+    assert step.outside.total() <= 7 + more, step.outside
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_split_keys_take_no_second_launch(name, monkeypatch):
+    monkeypatch.setattr(triton_paged, "default_num_splits", lambda *sizes: 8)
+    triton_paged._plan.cache_clear()
+    step = count(name, 1, 2, GREEDY)
+    triton_paged._plan.cache_clear()
+    assert step.inside["_attend_kernel"] == 2 and not step.inside["_combine_kernel"], step.inside
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quire.worker.cuda.kernels.triton_scaled import bytes_of, factors
-from quire.worker.cuda.kernels.triton_split import combined, part_of, splits_of
+from quire.worker.cuda.kernels.triton_split import Tiles, combined, part_of, splits_of
 from quire.worker.layers.rounding import Rounded, Rounding
 
 GROUP = 128  # columns of a block
@@ -73,7 +73,8 @@ def multiply_rounded(
     out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
     grid = triton.cdiv(n, columns), triton.cdiv(num_rows, rows)
     num_splits = 1 if num_splits is None and not few else num_splits
-    splits = splits_of(grid[0] * grid[1], k // GROUP, rows * columns, values.device, num_splits)
+    tiles = Tiles(grid[0] * grid[1], k // GROUP, columns * GROUP, stages - 1, rows * columns, num_rows * columns)
+    splits = splits_of(tiles, values.device, num_splits)
     _rounded_kernel[(*grid, splits.num)](
         x.values, x.scales, values, scales, bias, out, splits.partial, splits.counters, num_rows, n, k,
         values.stride(0), *scales.stride(), SPLITS=splits.num, ROWS=rows, COLUMNS=columns, num_warps=warps,
@@ -102,7 +103,7 @@ def _rounded_kernel(
         # a vector also where a block shares its scale: Triton's pipeliner may race on scalars
         scale = tl.load(scales + wide_columns * scales_stride + group * group_stride, mask=inside, other=0.0)
         sums += tl.dot(a, b) * row_scale[:, None] * scale.to(tl.float32)[None, :]
-    sums, is_last = combined(sums, partial, counters, SPLITS, ROWS, COLUMNS)
+    sums, is_last = combined(sums, there[:, None], partial, counters, SPLITS, ROWS, COLUMNS)
     if bias is not None:
         sums += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     to = out + wide_rows[:, None] * num_columns + columns[None, :]

@@ -6,7 +6,8 @@ are read once for the whole group (GQA). Programs find their request by bisectin
 query blocks from `query_start_loc[i] // BLOCK_Q + i` on. That leaves at most one idle block per request (none with
 BLOCK_Q = 1) and needs no host-side table, so the launch is the same in a CUDA graph. Softmax is online (Milakov and
 Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). Decode batches too small to fill the device split their
-keys over `num_splits` programs, and a second kernel combines their partial results (flash-decoding).
+keys over `num_splits` programs, the last of which combines their partial results, in the order of the keys
+(flash-decoding); a second kernel does where a KV head has many heads.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ try:
     import triton.language as tl
 
     from quire.worker.cuda.kernels.triton_scaled import numbers_of
+    from quire.worker.cuda.kernels.triton_split import COUNTERS, comes_last, counters_of
 except ImportError as error:  # a CPU installation without triton: the backend reports it as its reason
     triton, import_error = None, error
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 32
+_COMBINED_AT_ONCE = 8  # heads of a program; more would be combined one after another for longer than a launch takes
 
 if triton is not None:
 
@@ -56,21 +59,60 @@ if triton is not None:
                 high = middle
         return low
 
+    @triton.jit
+    def _combine(
+        partial_out, partial_max, partial_sum, out, index, num_splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+    ):  # fmt: skip
+        """Write the result of a token and head, the `index`th of all, to `out`; from the L2 cache, which the programs
+        of other splits wrote to.
+        """
+        base = index * num_splits
+        splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+        split_mask, dim_mask = splits < num_splits, dims < HEAD_DIM
+        maxima = tl.load(partial_max + base + splits, mask=split_mask, other=float("-inf"), cache_modifier=".cg")
+        overall = tl.max(maxima, 0)
+        factor = tl.exp2(maxima - tl.where(overall == float("-inf"), 0.0, overall))
+        sums = tl.load(partial_sum + base + splits, mask=split_mask, other=0.0, cache_modifier=".cg")
+        total = tl.sum(sums * factor, 0)
+        parts = tl.load(
+            partial_out + (base + splits)[:, None] * HEAD_DIM + dims[None, :],
+            mask=split_mask[:, None] & dim_mask[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        result = tl.sum(parts * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        tl.store(out + dims, result.to(out.dtype.element_ty), mask=dim_mask)
+
+    @triton.jit
+    def _combine_if_last(
+        partial_out, partial_max, partial_sum, out, counter, token, first_head, num_splits, token_stride, head_stride,
+        NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+    ):  # fmt: skip
+        """Combine the splits of a token and the heads of a KV head in the last of their programs."""
+        if comes_last(counter, num_splits):
+            for i in tl.static_range(GROUP):
+                head = first_head + i
+                to, index = out + token * token_stride + head * head_stride, token * NUM_HEADS + head
+                _combine(partial_out, partial_max, partial_sum, to, index, num_splits, HEAD_DIM, BLOCK_D, BLOCK_S)
+
     # These arguments change from step to step; specializing on them would recompile the kernel.
     @triton.jit(
         do_not_specialize=["num_reqs", "table_stride", "num_splits"],
         do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens"],
     )
     def _attend_kernel(
-        q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, sinks, block_table, query_start_loc, seq_lens,
-        qk_scale, num_reqs, num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
-        k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
+        q, k_cache, v_cache, out, partial_out, partial_max, partial_sum, counters, sinks, block_table, query_start_loc,
+        seq_lens, qk_scale, num_reqs, num_splits, table_stride, q_token_stride, q_head_stride, out_token_stride,
+        out_head_stride, k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
         k_scales, v_scales, ks_page_stride, ks_slot_stride, ks_head_stride, vs_page_stride, vs_slot_stride,
         vs_head_stride,
         GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr,
         BLOCK_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
         BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
         SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, NUM_HEADS: tl.constexpr, KIND: tl.constexpr,
+        BLOCK_S: tl.constexpr,
     ):  # fmt: skip
         block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         request = _find_request(query_start_loc, block, num_reqs, BLOCK_Q)
@@ -159,6 +201,12 @@ if triton is not None:
             tl.store(
                 partial_out + at[:, None] * V_DIM + v_dims[None, :], acc, mask=row_mask[:, None] & v_dim_mask[None, :]
             )
+            if counters is not None:  # BLOCK_Q is 1: the program has one token
+                _combine_if_last(
+                    partial_out, partial_max, partial_sum, out, counters + block * tl.num_programs(1) + kv_head,
+                    (start + first_query).to(tl.int64), kv_head * GROUP, num_splits, out_token_stride, out_head_stride,
+                    NUM_HEADS, GROUP, V_DIM, BLOCK_V, BLOCK_S,
+                )  # fmt: skip
         else:
             result = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
             out_at = out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + v_dims[None, :]
@@ -170,24 +218,8 @@ if triton is not None:
         NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     ):  # fmt: skip
         token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        base = (token * NUM_HEADS + head) * num_splits
-        splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-        split_mask, dim_mask = splits < num_splits, dims < HEAD_DIM
-        maxima = tl.load(partial_max + base + splits, mask=split_mask, other=float("-inf"))
-        overall = tl.max(maxima, 0)
-        factor = tl.exp2(maxima - tl.where(overall == float("-inf"), 0.0, overall))
-        total = tl.sum(tl.load(partial_sum + base + splits, mask=split_mask, other=0.0) * factor, 0)
-        parts = tl.load(
-            partial_out + (base + splits)[:, None] * HEAD_DIM + dims[None, :],
-            mask=split_mask[:, None] & dim_mask[None, :],
-            other=0.0,
-        )
-        result = tl.sum(parts * factor[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-        tl.store(
-            out + token * out_token_stride + head * out_head_stride + dims,
-            result.to(out.dtype.element_ty),
-            mask=dim_mask,
-        )
+        to, index = out + token * out_token_stride + head * out_head_stride, token * NUM_HEADS + head
+        _combine(partial_out, partial_max, partial_sum, to, index, num_splits, HEAD_DIM, BLOCK_D, BLOCK_S)
 
 
 def attend(call: AttentionCall, fixed_order: bool = False) -> torch.Tensor:
@@ -233,18 +265,19 @@ def paged_attention(
     partial_shape = (num_tokens, num_heads, num_splits) if num_splits > 1 else (0,)
     partial_max, partial_sum = (q.new_empty(partial_shape, dtype=torch.float32) for _ in range(2))
     partial_out = q.new_empty((*partial_shape, v_dim), dtype=torch.float32)
+    counters = counters_of(q.device) if plan.combines else None
     k, v = values_of(k_cache), values_of(v_cache)
     scales = [None, None, *[0] * 6]
     if isinstance(k_cache, ScaledCache):
         k, v = as_bytes(k), as_bytes(v)
         scales = [k_cache.scales, v_cache.scales, *k_cache.scales.stride(), *v_cache.scales.stride()]
     _attend_kernel[plan.grid](
-        q, k, v, out, partial_out, partial_max, partial_sum, sinks, block_table, query_start_loc, seq_lens,
+        q, k, v, out, partial_out, partial_max, partial_sum, counters, sinks, block_table, query_start_loc, seq_lens,
         scale * LOG2_E, sizes[6], num_splits, block_table.stride(0), q.stride(0), q.stride(1), out.stride(0),
         out.stride(1),
         *k.stride()[:3], *v.stride()[:3], *scales, **plan.constants,
     )  # fmt: skip
-    if num_splits > 1:
+    if num_splits > 1 and not plan.combines:
         _combine_kernel[(num_tokens, num_heads)](
             partial_out, partial_max, partial_sum, out, num_splits, out.stride(0), out.stride(1),
             NUM_HEADS=num_heads, HEAD_DIM=v_dim, BLOCK_D=plan.constants["BLOCK_V"], BLOCK_S=MAX_SPLITS)  # fmt: skip
@@ -257,6 +290,7 @@ class _Plan:
 
     grid: tuple[int, int, int]
     num_splits: int
+    combines: bool  # whether the last program of the splits combines them
     constants: dict[str, Any]
 
 
@@ -290,9 +324,11 @@ def _plan(
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, V_DIM=v_dim, BLOCK_V=block_v, PAGE_SIZE=block_size,
         BLOCK_Q=block_q, BLOCK_G=block_g, BLOCK_N=_tile_of_keys(max_keys, block_q * block_g, block_d, itemsize, limit),
         WINDOW=window, SOFT_CAP=soft_cap, SPLIT=num_splits > 1, NUM_HEADS=num_heads,
-        KIND=kind, num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
+        KIND=kind, BLOCK_S=MAX_SPLITS, num_warps=4 if block_q * block_g <= 32 else 8, num_stages=2,
     )  # fmt: skip
-    return _Plan((num_blocks, num_kv_heads, num_splits), num_splits, constants)
+    combines = num_splits > 1 and max_query_len == 1 and group <= _COMBINED_AT_ONCE
+    combines = combines and num_blocks * num_kv_heads <= COUNTERS
+    return _Plan((num_blocks, num_kv_heads, num_splits), num_splits, combines, constants)
 
 
 def _tile_of_step(max_query_len: int, block_d: int, kind: int, limit: limits.Limits) -> tuple[int, int]:

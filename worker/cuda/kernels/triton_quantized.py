@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.checkpoints.gguf.header import BLOCKS
-from quire.worker.cuda.kernels.triton_split import Splits, combined, part_of, splits_of
+from quire.worker.cuda.kernels.triton_split import Splits, Tiles, combined, part_of, splits_of
 from quire.worker.layers.quantization.gguf_blocks import BLOCK_TYPES, IQ4_VALUES
 from quire.worker.layers.quantization.packing import E2M1_TABLE
 
@@ -75,8 +75,8 @@ def multiply_groups(
     """
     n, k = len(weight.values), x.shape[1]
     out = x.new_empty(len(x), n)
-    grid, tile = _grid(len(x), n, fixed_order)
-    splits = _splits(x, grid, tile, 1 if fixed_order else num_splits)
+    grid, tile = _grid(len(x), n, fixed_order, wide=True)
+    splits = _splits(x, grid, tile, weight.bits / 8, 1 if fixed_order else num_splits)
     _groups_kernel[(*grid, splits.num)](
         x, *weight.tensors, bias, out, splits.partial, splits.counters, len(x), n, k, -(-k // 2), x.stride(0),
         weight.values.stride(0), weight.scales.stride(0), out.stride(0), **weight.constants, SPLITS=splits.num, **tile,
@@ -84,10 +84,14 @@ def multiply_groups(
     return out
 
 
-def _splits(x: torch.Tensor, grid: tuple[int, int], tile: dict[str, int], num: int | None) -> Splits:
-    """Return the splits of a product of up to `SOME_ROWS` rows; a product of more rows has enough programs."""
+def _splits(x: torch.Tensor, grid: tuple[int, int], tile: dict[str, int], size: float, num: int | None) -> Splits:
+    """Return the splits of a product of up to `SOME_ROWS` rows, whose weight has `size` bytes per number; a product of
+    more rows has enough programs.
+    """
     num = 1 if num is None and len(x) > SOME_ROWS else num
-    return splits_of(grid[0] * grid[1], -(-x.shape[1] // tile["DEPTH"]), tile["ROWS"] * tile["COLUMNS"], x.device, num)
+    rows, columns, depth = tile["ROWS"], tile["COLUMNS"], tile["DEPTH"]
+    shape = grid[0] * grid[1], -(-x.shape[1] // depth), int(size * columns * depth), tile["num_stages"] - 1
+    return splits_of(Tiles(*shape, rows * columns, min(rows, len(x)) * columns), x.device, num)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +113,7 @@ def multiply_blocks(
     blocks are uint8 `[n, bytes]` of the type `kind`, a key of BLOCKS. `fixed_order` is as in `multiply_groups`.
     """
     grid, tile = _grid(len(x), len(blocks), fixed_order)
-    splits = _splits(x, grid, tile, 1 if fixed_order else num_splits)
+    splits = _splits(x, grid, tile, blocks.shape[1] / x.shape[1], 1 if fixed_order else num_splits)
     _blocks_kernel[(*grid, splits.num)](
         x, blocks, block_table(kind, x.device), bias, out[:, first:], splits.partial, splits.counters, len(x),
         len(blocks), x.shape[1], x.stride(0), blocks.stride(0), out.stride(0), **block_constants(kind),
@@ -117,12 +121,17 @@ def multiply_blocks(
     )  # fmt: skip
 
 
-def _grid(num_rows: int, num_columns: int, many: bool) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and tiles for a number of rows; with `many`, the tiles of more than `SOME_ROWS`."""
+def _grid(num_rows: int, num_columns: int, many: bool, wide: bool = False) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and tiles for a number of rows; with `many`, the tiles of more than `SOME_ROWS`.
+
+    Each program reads all inputs, from the L2 cache: with 16 outputs and 16 rows they are twice the bytes of 8-bit
+    weights. Tiles of few rows are `wide` where dequantizing takes few registers.
+    """
     if num_rows <= FEW_ROWS and not many:  # memory-bound: more bytes in flight
-        rows, columns, depth, stages, warps = 16, 16, 128, 4, 4
+        rows, columns, depth, stages, warps = 16, 32 if wide else 16, 128, 4, 4
     elif num_rows <= SOME_ROWS and not many:  # still memory-bound: narrow tiles, enough for all multiprocessors
-        rows, columns, depth, stages, warps = 32 if num_rows <= 32 else 64, 32, 64, 4, 4
+        rows = 32 if num_rows <= 32 else 64
+        columns, depth, stages, warps = 32, 128 if wide and rows == 32 else 64, 4, 4
     else:
         rows, columns, depth, stages, warps = 64, 64, 32, 3, 4
     grid = triton.cdiv(num_columns, columns), triton.cdiv(num_rows, rows)
@@ -168,7 +177,7 @@ def _groups_kernel(
             COLUMNS, DEPTH,
         )  # fmt: skip
         sums = tl.dot(a, weight.to(a.dtype), sums, input_precision="ieee")
-    sums, is_last = combined(sums, partial, counters, SPLITS, ROWS, COLUMNS)
+    sums, is_last = combined(sums, there[:, None], partial, counters, SPLITS, ROWS, COLUMNS)
     if row_scales is not None:
         sums *= tl.load(row_scales + columns, mask=inside, other=0.0)[None, :]
     _store(out, bias, sums, rows, columns, out_stride, there & is_last, inside)
@@ -194,7 +203,7 @@ def _blocks_kernel(
         at = row_at + (depth // VALUES * BYTES)[:, None]
         weight = load_blocks(at, (depth % VALUES)[:, None], table, left[:, None] & inside[None, :], KIND, CODES_AT)
         sums = tl.dot(a, weight.to(a.dtype), sums, input_precision="ieee")
-    sums, is_last = combined(sums, partial, counters, SPLITS, ROWS, COLUMNS)
+    sums, is_last = combined(sums, there[:, None], partial, counters, SPLITS, ROWS, COLUMNS)
     _store(out, bias, sums, rows, columns, out_stride, there & is_last, inside)
 
 

@@ -1,8 +1,9 @@
-"""Sampling in Triton: greedy rows, random rows, and rows with a top-k, top-p or min-p, in two launches for all rows of
-a step.
+"""Sampling in Triton: greedy rows, random rows, and rows with a top-k, top-p or min-p, in one launch for all rows of a
+step, or two if a row has a filter.
 
-The first kernel reads every logit and stores, for each tile of a row, its largest value with its index and the sum of
-its weights exp((x - max) / temperature). The second kernel, one program per row, picks the token.
+Every logit is read, and of each tile of a row its largest value is stored with its index and the sum of its weights
+exp((x - max) / temperature). The last program of a row to do so picks the token; with filters, which take more
+registers, a second kernel does, one program per row.
 
 - Without filters it scales the tiles' sums to the row's maximum, finds the tile in which the running sum passes
 `uniform * total`, and reads that tile again to find the token. It adds float32 weights in float64 where the twin adds
@@ -23,6 +24,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from quire.worker.cuda.kernels.triton_split import COUNTERS, comes_last, counters_of
 
 TILE = 4096  # logits per program
 CANDIDATES = 4096  # tokens of a row that are searched first for those that the filters keep
@@ -55,14 +58,14 @@ def _uniform(state, position):
     return ((z >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * (1.0 / 9007199254740992.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
-def _tiles_kernel(
-    logits, rows, temperatures, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE: tl.constexpr
-):
+@triton.jit
+def _store_tile(
+    logits, temperature, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE: tl.constexpr
+):  # fmt: skip
+    """Store what is needed of this program's tile of its row."""
     i, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperatures + tl.load(rows + i))
     maximum = tl.max(x, 0)
     first = tl.min(tl.where(x == maximum, columns, size), 0)
     has_nan = tl.max((x != x).to(tl.int32), 0)
@@ -71,6 +74,75 @@ def _tiles_kernel(
     tl.store(tile_max + at, tl.where(has_nan > 0, float("nan"), maximum))
     tl.store(tile_index + at, tl.minimum(first, size - 1))
     tl.store(tile_sum + at, tl.sum(weights, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
+def _tiles_kernel(
+    logits, rows, temperatures, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE: tl.constexpr
+):
+    temperature = tl.load(temperatures + tl.load(rows + tl.program_id(0)))
+    _store_tile(logits, temperature, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE)
+
+
+@triton.jit
+def _row_maximum(row_max, num_tiles, BLOCK: tl.constexpr):
+    """Return (largest values of a row's tiles, the largest of them, whether there is a NaN)."""
+    tiles = tl.arange(0, BLOCK)
+    maxima = tl.load(row_max + tiles, mask=tiles < num_tiles, other=float("-inf"), cache_modifier=".cg")
+    return maxima, tl.max(maxima, 0), tl.max((maxima != maxima).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _unfiltered_token(
+    row_logits, row_index, row_sum, maxima, maximum, temperature, state, position, size, num_tiles,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the token of a row without filters. `state` and `position` are where the row's are stored."""
+    tiles = tl.arange(0, BLOCK)
+    mask = tiles < num_tiles
+    if temperature > 0:
+        sums = tl.load(row_sum + tiles, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float64)
+        sums *= _weights(maxima, maximum, temperature).to(tl.float64)
+        sums = tl.where(mask & (sums > 0.0), sums, 0.0)
+        running = tl.cumsum(sums, 0)
+        target = _uniform(tl.load(state), tl.load(position)) * tl.sum(sums, 0)
+        last = tl.max(tl.where(sums > 0.0, tiles, 0), 0)
+        tile = tl.minimum(tl.sum((mask & (running <= target)).to(tl.int32), 0), last)
+        target -= tl.sum(tl.where(tiles < tile, sums, 0.0), 0)
+        lanes = tl.arange(0, TILE)
+        w = _load_weights(row_logits, tile, maximum, temperature, size, TILE).to(tl.float64)
+        w = tl.where(w >= 9.094947017729282e-13, w, 0.0)  # 2^-40, as the twin
+        running = tl.cumsum(w, 0)
+        last = tl.max(tl.where(w > 0.0, lanes, 0), 0)
+        token = tile * TILE + tl.minimum(tl.sum((running <= target).to(tl.int32), 0), last)
+    else:
+        first = tl.min(tl.where(maxima == maximum, tiles, num_tiles - 1), 0)
+        token = tl.load(row_index + first, cache_modifier=".cg")
+    return token.to(tl.int64)
+
+
+@triton.jit
+def _store_result(values, token_ids, i, token, maximum, has_nan):
+    tl.store(values + i, tl.where(has_nan, float("nan"), maximum))
+    tl.store(token_ids + i, tl.where(has_nan | (tl.abs(maximum) == float("inf")), -1, token))
+
+
+@triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
+def _sample_kernel(
+    logits, rows, positions, temperatures, states, tile_max, tile_index, tile_sum, counters, values, token_ids,
+    row_stride, size, num_tiles, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i)
+    temperature = tl.load(temperatures + row)
+    _store_tile(logits, temperature, tile_max, tile_index, tile_sum, row_stride, size, num_tiles, TILE)
+    if comes_last(counters + i, num_tiles):
+        maxima, maximum, has_nan = _row_maximum(tile_max + i * num_tiles, num_tiles, BLOCK)
+        token = _unfiltered_token(
+            logits + i * row_stride, tile_index + i * num_tiles, tile_sum + i * num_tiles, maxima, maximum,
+            temperature, states + row, positions + i, size, num_tiles, TILE, BLOCK,
+        )  # fmt: skip
+        _store_result(values, token_ids, i, token, maximum, has_nan)
 
 
 @triton.jit
@@ -237,65 +309,26 @@ def _filtered_token(
 def _choose_kernel(
     logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, tile_max, tile_index, tile_sum,
     indices, weights, values, token_ids, row_stride, size, num_tiles,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, FILTERS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
     temperature = tl.load(temperatures + row)
-    tiles = tl.arange(0, BLOCK)
-    mask = tiles < num_tiles
-    maxima = tl.load(tile_max + i * num_tiles + tiles, mask=mask, other=float("-inf"))
-    maximum = tl.max(maxima, 0)
-    has_nan = tl.max((maxima != maxima).to(tl.int32), 0)
-    tl.store(values + i, tl.where(has_nan > 0, float("nan"), maximum))
-    filters = False
-    if FILTERS:
-        top_k, top_p, min_p = tl.load(top_ks + row).to(tl.int32), tl.load(top_ps + row), tl.load(min_ps + row)
-        filters = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-        filters = filters & (has_nan == 0) & (tl.abs(maximum) < float("inf"))
-        if filters:
-            uniform = _uniform(tl.load(states + row), tl.load(positions + i))
-            token = _filtered_token(
-                logits + i * row_stride,
-                tile_max + i * num_tiles,
-                indices + i * CANDIDATES,
-                weights + i * CANDIDATES,
-                maximum,
-                temperature,
-                uniform,
-                top_k,
-                top_p,
-                min_p,
-                size,
-                num_tiles,
-                TILE,
-                CANDIDATES,
-            )
-            tl.store(token_ids + i, token.to(tl.int64))
-    if not filters:
-        if temperature > 0:
-            sums = tl.load(tile_sum + i * num_tiles + tiles, mask=mask, other=0.0).to(tl.float64)
-            sums *= _weights(maxima, maximum, temperature).to(tl.float64)
-            sums = tl.where(mask & (sums > 0.0), sums, 0.0)
-            running = tl.cumsum(sums, 0)
-            target = _uniform(tl.load(states + row), tl.load(positions + i)) * tl.sum(sums, 0)
-            last = tl.max(tl.where(sums > 0.0, tiles, 0), 0)
-            tile = tl.minimum(tl.sum((mask & (running <= target)).to(tl.int32), 0), last)
-            target -= tl.sum(tl.where(tiles < tile, sums, 0.0), 0)
-            lanes = tl.arange(0, TILE)
-            columns = tile * TILE + lanes
-            x = tl.load(logits + i * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
-            w = _weights(x, maximum, temperature).to(tl.float64)
-            w = tl.where(w >= 9.094947017729282e-13, w, 0.0)  # 2^-40, as the twin
-            running = tl.cumsum(w, 0)
-            last = tl.max(tl.where(w > 0.0, lanes, 0), 0)
-            lane = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), last)
-            tl.store(token_ids + i, (tile * TILE + lane).to(tl.int64))
-        else:
-            first = tl.min(tl.where(maxima == maximum, tiles, num_tiles - 1), 0)
-            tl.store(token_ids + i, tl.load(tile_index + i * num_tiles + first).to(tl.int64))
-    if (has_nan > 0) | (tl.abs(maximum) == float("inf")):
-        tl.store(token_ids + i, tl.full([], -1, tl.int64))
+    maxima, maximum, has_nan = _row_maximum(tile_max + i * num_tiles, num_tiles, BLOCK)
+    top_k, top_p, min_p = tl.load(top_ks + row).to(tl.int32), tl.load(top_ps + row), tl.load(min_ps + row)
+    filters = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    if filters & (has_nan == 0) & (tl.abs(maximum) < float("inf")):
+        uniform = _uniform(tl.load(states + row), tl.load(positions + i))
+        token = _filtered_token(
+            logits + i * row_stride, tile_max + i * num_tiles, indices + i * CANDIDATES, weights + i * CANDIDATES,
+            maximum, temperature, uniform, top_k, top_p, min_p, size, num_tiles, TILE, CANDIDATES,
+        ).to(tl.int64)  # fmt: skip
+    else:
+        token = _unfiltered_token(
+            logits + i * row_stride, tile_index + i * num_tiles, tile_sum + i * num_tiles, maxima, maximum,
+            temperature, states + row, positions + i, size, num_tiles, TILE, BLOCK,
+        )  # fmt: skip
+    _store_result(values, token_ids, i, token, maximum, has_nan)
 
 
 def sample(
@@ -316,29 +349,25 @@ def sample(
     has a filter, top_ks int64 (0: off), top_ps float64 (1: off) and min_ps float32 (0: off).
     """
     num_rows, size = logits.shape
+    if num_rows > COUNTERS:
+        filters = () if top_ks is None else (top_ks, top_ps, min_ps)
+        parts = zip(*(x.split(COUNTERS) for x in (logits, rows, positions)))
+        values, token_ids = zip(*(sample(*part, temperatures, states, *filters) for part in parts))
+        return torch.cat(values), torch.cat(token_ids)
     num_tiles = triton.cdiv(size, TILE)
     tile_max, tile_sum = logits.new_empty(2, num_rows, num_tiles, dtype=torch.float32)
     tile_index = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
     values, token_ids = (logits.new_empty(num_rows, dtype=dtype) for dtype in (torch.float32, torch.int64))
-    filters = top_ks is not None
-    room = CANDIDATES if filters else 0
-    indices, weights = (logits.new_empty(num_rows, room, dtype=dtype) for dtype in (torch.int32, torch.float32))
-    _tiles_kernel[(num_rows, num_tiles)](
-        logits,
-        rows,
-        temperatures,
-        tile_max,
-        tile_index,
-        tile_sum,
-        logits.stride(0),
-        size,
-        num_tiles,
-        TILE=TILE,
-        num_warps=8,
-    )
+    partial, sizes = (tile_max, tile_index, tile_sum), (logits.stride(0), size, num_tiles)
+    block = max(16, triton.next_power_of_2(num_tiles))
+    if top_ks is None:
+        _sample_kernel[(num_rows, num_tiles)](
+            logits, rows, positions, temperatures, states, *partial, counters_of(logits.device), values, token_ids,
+            *sizes, TILE=TILE, BLOCK=block, num_warps=8)  # fmt: skip
+        return values, token_ids
+    indices, weights = (logits.new_empty(num_rows, CANDIDATES, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    _tiles_kernel[(num_rows, num_tiles)](logits, rows, temperatures, *partial, *sizes, TILE=TILE, num_warps=8)
     _choose_kernel[(num_rows,)](
-        logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, tile_max, tile_index, tile_sum,
-        indices, weights, values, token_ids, logits.stride(0), size, num_tiles, TILE=TILE,
-        BLOCK=max(16, triton.next_power_of_2(num_tiles)), CANDIDATES=CANDIDATES, FILTERS=filters,
-        num_warps=8)  # fmt: skip
+        logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, *partial, indices, weights, values,
+        token_ids, *sizes, TILE=TILE, BLOCK=block, CANDIDATES=CANDIDATES, num_warps=8)  # fmt: skip
     return values, token_ids

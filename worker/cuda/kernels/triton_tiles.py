@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 from quire.worker.cuda.kernels.triton_quantized import SOME_ROWS, StoredGroups, decode_scales
-from quire.worker.cuda.kernels.triton_split import combined, part_of, splits_of
+from quire.worker.cuda.kernels.triton_split import Tiles, combined, part_of, splits_of
 
 HEIGHT = 16  # rows of a tile
 _COLUMNS = 64  # outputs of a program: a warp group's product
+_STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,14 @@ def multiply_tiles(
     rows = 64 if fixed_order or len(x) > 32 else 16 if len(x) <= 16 else 32
     grid = triton.cdiv(n, _COLUMNS), triton.cdiv(len(x), rows)
     num_splits = 1 if fixed_order or (num_splits is None and len(x) > SOME_ROWS) else num_splits
-    splits = splits_of(grid[0] * grid[1], weight.values.shape[1], _COLUMNS * rows, x.device, num_splits)
+    shape = grid[0] * grid[1], weight.values.shape[1], _COLUMNS * weight.half, _STAGES - 1
+    splits = splits_of(Tiles(*shape, _COLUMNS * rows, _COLUMNS * min(rows, len(x))), x.device, num_splits)
     _, stored_scales, zeros, _, row_scales = groups.tensors
     _multiply_tiles_kernel[(*grid, splits.num)](
         x, weight.values, stored_scales, zeros, row_scales, bias, out, splits.partial, splits.counters, len(x), n,
         weight.values.shape[1], x.stride(0), *scales.stride(), out.stride(0), FORM=weight.form,
         SCALES=groups.constants["SCALES"], GROUP=weight.group, HALF=weight.half, SPLITS=splits.num, ROWS=rows,
-        COLUMNS=_COLUMNS, num_warps=4, num_stages=4,
+        COLUMNS=_COLUMNS, num_warps=4, num_stages=_STAGES,
     )  # fmt: skip
     return out
 
@@ -121,7 +123,7 @@ def _multiply_tiles_kernel(
         weight = numbers(stored >> 4, zeros, group, inside, FORM, low.dtype)
         part = tl.dot(weight, high, part, input_precision="ieee")
         sums += part * decode_scales(scales, group, inside, SCALES)[:, None]
-    sums, is_last = combined(sums, partial, counters, SPLITS, COLUMNS, ROWS)
+    sums, is_last = combined(sums, there[None, :], partial, counters, SPLITS, COLUMNS, ROWS)
     if row_scales is not None:
         sums *= tl.load(row_scales + columns, mask=inside, other=0.0)[:, None]
     if bias is not None:

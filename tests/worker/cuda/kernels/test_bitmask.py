@@ -43,6 +43,6 @@ def test_native(vocab_size):
 @pytest.mark.parametrize("vocab_size", [100, 5000])
 def test_triton(vocab_size):
     pytest.importorskip("triton")
-    from quire.worker.cuda.kernels import triton_bitmask
+    from quire.worker.cuda.kernels import triton_logits
 
-    check(triton_bitmask.exclude_by_bitmask, vocab_size, DEVICE)
+    check(triton_logits.exclude_by_bitmask, vocab_size, DEVICE)

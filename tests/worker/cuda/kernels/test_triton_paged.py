@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from quire.worker.cuda.kernels import triton_paged
+from quire.worker.cuda.kernels import triton_paged, triton_split
 from tests.helpers.worker.interpreter import needs_loops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,6 +81,36 @@ def test_equals_dense_attention(case, dtype, with_sinks=False):
 def test_sinks(case):
     """Whole, in windows of which the sink is always a part, and split: one split has it."""
     test_equals_dense_attention(case, torch.float32, with_sinks=True)
+
+
+def decode(kv_heads, splits):
+    """Return attention of three requests with 8 heads."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(3, 8, 16, generator=generator).to(DEVICE)
+    k, v = (torch.randn(61, 16, kv_heads, 16, generator=generator).to(DEVICE) for _ in range(2))
+    table = (torch.randperm(60, generator=generator) + 1).view(3, 20).int().to(DEVICE)
+    lengths, starts = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([1, 170, 311], [0, 1, 2, 3]))
+    return triton_paged.paged_attention(q, k, v, table, starts, lengths, 1, 0.25, num_splits=splits)
+
+
+@pytest.mark.parametrize("splits", [2, 5, 32])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_the_last_program_combines_splits_as_a_kernel_of_its_own_does(kv_heads, splits, monkeypatch):
+    launched, launch = [], triton_paged._combine_kernel[3, 8]
+
+    def combine(*args, **more):
+        launched.append(1)
+        launch(*args, **more)
+
+    monkeypatch.setattr(triton_paged, "_combine_kernel", {(3, 8): combine})
+    triton_paged._plan.cache_clear()
+    got = decode(kv_heads, splits)
+    assert not launched and not triton_split.counters_of(got.device).any()
+    monkeypatch.setattr(triton_paged, "_COMBINED_AT_ONCE", 0)
+    triton_paged._plan.cache_clear()
+    assert torch.equal(decode(kv_heads, splits), got) and launched
+    triton_paged._plan.cache_clear()
+    torch.testing.assert_close(decode(kv_heads, 1), got, atol=2e-6, rtol=1e-5)
 
 
 def test_reads_caches_of_any_layout():

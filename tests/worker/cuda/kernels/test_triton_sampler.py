@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.native import KERNELS
-from quire.worker.cuda.kernels import triton_sampler
+from quire.worker.cuda.kernels import triton_sampler, triton_split
 from quire.worker.messages import SamplingParams
 from quire.worker.platforms.base import TORCH
 from quire.worker.sampling import arithmetic as sampling_math
@@ -113,6 +113,16 @@ def test_agrees_with_the_twin_and_with_itself_in_any_company():
     assert tokens.tolist() == want.tolist()
     _, alone = sample(logits[5:6], temperatures[5:6], seeds[5:6], positions[5:6])
     assert alone.tolist() == tokens[5:6].tolist()
+
+
+def test_counters_are_zero_again_and_many_rows_take_them_in_turn(monkeypatch):
+    logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(2))
+    temperatures, seeds, positions = [0.0, 0.9, 1.0, 0.0, 2.0, 0.5, 1.0], list(range(7)), list(range(7))
+    values, tokens = sample(logits, temperatures, seeds, positions)
+    assert not triton_split.counters_of(values.device).any()
+    monkeypatch.setattr(triton_sampler, "COUNTERS", 3)
+    in_parts = sample(logits, temperatures, seeds, positions)
+    assert torch.equal(in_parts[0], values) and torch.equal(in_parts[1], tokens)
 
 
 def test_rows_without_any_token_and_extreme_temperatures():

@@ -2,14 +2,17 @@
 interpreter (compiled on a GPU) against the torch twins.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from quire.worker.cuda import quantized
 from quire.worker.cuda.install import TritonOps
-from quire.worker.cuda.kernels import triton_dequantize, triton_split
+from quire.worker.cuda.kernels import limits, triton_dequantize, triton_quantized, triton_split, triton_tiles
 from quire.worker.cuda.kernels.triton_quantized import StoredGroups, multiply_blocks, multiply_groups
+from quire.worker.cuda.kernels.triton_split import Tiles
 from quire.worker.cuda.kernels.triton_tiles import StoredTiles, half_of, in_tiles, multiply_tiles, rows_of
 from quire.worker.cuda.quantized import TritonBlocks, TritonGroups
 from quire.worker.layers.linear import ColumnParallelLinear, Shard
@@ -103,15 +106,63 @@ def test_splits_sum_all_columns_once(kind, num):
     for _ in range(2):
         found = multiply_groups(x, stored(weight), None, num)
         torch.testing.assert_close(found, x @ weight.dequantized().T, atol=1e-3, rtol=1e-3)
-    assert not triton_split._counters(x.device).any()
+    assert not triton_split.counters_of(x.device).any()
+
+
+def tiles_of(n, k, rows, kind):
+    """Return the tiles of a product of so many rows with a weight `[n, k]`, as the kernel of its kind has them."""
+    seen, device = [], torch.device("meta")
+    x = torch.empty(rows, k, dtype=torch.bfloat16, device=device)
+    if kind == "int4":
+        values = torch.empty(n // 16, k // 128, 16, 64, dtype=torch.uint8, device=device)
+        weight = StoredTiles(values, torch.empty(n, k // 128, device=device), None, 128, "int4")
+    else:
+        values = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device)
+        weight = StoredGroups(values, torch.empty(n, 1, device=device), None, 8, k)
+    multiply = multiply_tiles if kind == "int4" else multiply_groups
+    module = triton_tiles if kind == "int4" else triton_quantized
+
+    def stop(tiles, device, num):
+        seen.append(tiles)
+        raise InterruptedError
+
+    with mock.patch.object(module, "splits_of", stop), pytest.raises(InterruptedError):
+        multiply(x, weight)
+    return seen[0]
+
+
+SHAPES = [  # outputs and inputs of the products of Llama-3.1-8B and Qwen3-0.6B
+    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336),
+    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+def test_splits_reach_the_limit_of_the_bytes(capability, kind, rows):
+    """By the model of their cost; all products of 8B together are read at 0.8 of the memory's speed."""
+    limit = limits.KNOWN[capability]
+    read = spent = 0.0
+    for n, k in SHAPES:
+        tiles = tiles_of(n, k, rows, kind)
+        num_bytes = tiles.num * tiles.steps * tiles.step_bytes
+        assert num_bytes == pytest.approx(n * k * (0.5 if kind == "int4" else 1))
+        best = tiles.cost(tiles.best(limit), limit)
+        assert best == min(tiles.cost(num, limit) for num in (1, 2, 4, 8) if num == 1 or tiles.steps >= 4 * num)
+        assert tiles.cost(1, limit) >= best >= num_bytes
+        if k >= 4096:
+            read, spent = read + num_bytes, spent + best
+    assert read / spent >= 0.8
 
 
 def test_few_outputs_have_splits_and_many_have_none():
-    device = torch.device(DEVICE)
-    assert triton_split.splits_of(64, 64, 1, device).num >= 2
-    assert triton_split.splits_of(600, 64, 1, device).num == 1
-    assert triton_split.splits_of(8, 7, 1, device).num == 1  # few steps
-    assert triton_split.splits_of(1, 1000, 1, device).num == 8
+    limit = limits.KNOWN[90]
+    assert Tiles(64, 64, 4096, 3, 1, 1).best(limit) >= 4
+    assert Tiles(600, 64, 4096, 3, 1, 1).best(limit) == 1
+    assert Tiles(8, 7, 4096, 3, 1, 1).best(limit) == 1  # few steps
+    assert Tiles(1, 1000, 4096, 3, 1, 1).best(limit) == 8
+    assert Tiles(100, 8, 4096, 3, 1, 10**6).best(limit) == 1  # more partial sums than weights
 
 
 def make_layer(weight: Groups) -> ColumnParallelLinear:
