@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -26,6 +26,7 @@ from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.activation import FUSED, gated
 from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.lora import LinearLora
+from quire.worker.layers.onednn import Arranged, multiplies
 from quire.worker.layers.rounding import Rounding
 from quire.worker.layers.views import View
 from quire.worker.parallel import Group, split_size, tp
@@ -98,22 +99,6 @@ _WIDEN_ROWS = 16
 _PIECE = 1 << 22  # elements of a weight that are upcast at a time: 16 MiB
 
 
-@cache
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies matrices of `dtype` by instructions of this CPU.
-
-    If it does not, its products with AVX-512, and torch's own loops, take up to five times as long as float32's.
-    """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return True
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    converts = torch.backends.cpu.get_cpu_capability().startswith("AVX") and not torch.cpu._is_avx512_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not converts
-
-
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return `F.linear` of x `[T, in_features]`, `weight` `[out_features, in_features]` and `bias` `[out_features]`,
     all of one dtype, on the fastest path of the CPU.
@@ -123,7 +108,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     if len(x) == 1 and x.dtype in (torch.bfloat16, torch.float16):
         # F.linear calls oneDNN, whose matrix products of one row take up to 2.5 times as long as this
         return (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0]))[None]
-    if len(x) < _WIDEN_ROWS or _multiplies(x.dtype):
+    if len(x) < _WIDEN_ROWS or multiplies(x.dtype):
         return F.linear(x, weight, bias)
     step, wide = max(1, _PIECE // weight.shape[1]), x.float()
     out = x.new_empty(len(x), len(weight))
@@ -191,12 +176,15 @@ class PlainLinear(LinearMethod):
         layer.weight = empty_parameter(layer.out_features, layer.in_features, parts=layer.weight_parts())
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 1 and (arranged := layer.arranged(x.dtype)) is not None:
+            return arranged.product(x, layer.bias)
         return product(x, layer.weight, layer.bias)
 
     def dense_weight(self, layer: Linear) -> torch.Tensor | None:
         return layer.weight
 
     def finalize(self, layer: Linear) -> None:
+        layer.forget_arranged()
         if layer.ops and (method := layer.ops.linear_method(layer)):
             layer.method = method
 
@@ -205,6 +193,9 @@ class MatrixLinear(PlainLinear):
     """A weight that stays a matrix, because other code multiplies by it, too."""
 
     fixed_order = True  # no product of its own
+
+    def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        return product(x, layer.weight, layer.bias)
 
     def finalize(self, layer: Linear) -> None:
         pass
@@ -264,6 +255,17 @@ class Linear(nn.Module):
         else:
             self.weight = weight
         self.bias = empty_parameter(out_features, parts=self.bias_parts()) if bias else None
+        self.forget_arranged()
+
+    def forget_arranged(self) -> None:
+        """Drop the arranged copy of the weight, which was replaced."""
+        self._arranged: list[Arranged | None] = []  # empty: not tried; in a list, so that it is no state of the module
+
+    def arranged(self, dtype: torch.dtype) -> Arranged | None:
+        """Return a copy of the weight that multiplies inputs of `dtype` faster, made at the first call, or None."""
+        if not self._arranged:
+            self._arranged.append(Arranged.of(self.weight))
+        return self._arranged[0] if self.weight.dtype == dtype else None
 
     def weight_parts(self) -> list[Part]:
         """Return parts of a parameter of shape `[out_features, in_features]`."""

@@ -74,7 +74,7 @@ class Launches(TorchDispatchMode):
             self.add(executor.fn.__name__)
 
         # a GPU multiplies in 16 bits, whatever this CPU does
-        multiplies = mock.patch.object(linear, "_multiplies", lambda dtype: True)
+        multiplies = mock.patch.object(linear, "multiplies", lambda dtype: True)
         with mock.patch.object(interpreter.GridExecutor, "__call__", launch), multiplies, self:
             yield
 

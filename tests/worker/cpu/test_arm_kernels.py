@@ -42,7 +42,7 @@ def test_the_kernels_of_a_level_agree_with_their_twins(level):
         [*command, *_TESTS[level]], cwd=ROOT, env=os.environ | {"EMULATED_LEVEL": level}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 200
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
 
 
 class _Libc:

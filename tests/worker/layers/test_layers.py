@@ -113,7 +113,7 @@ def test_norms(tokens, size, dtype, magnitude):
 @pytest.mark.parametrize("tokens", [1, 15, 16, 70])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_product_where_the_cpu_multiplies_no_halves(monkeypatch, tokens, dtype, has_bias):
-    monkeypatch.setattr(linear, "_multiplies", lambda dtype: False)
+    monkeypatch.setattr(linear, "multiplies", lambda dtype: False)
     monkeypatch.setattr(linear, "_PIECE", 1000)  # 20 rows of the weight, and a remainder
     torch.manual_seed(tokens)
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((tokens, 50), (90, 50), (90,)))
@@ -127,7 +127,7 @@ def test_where_bf16_is_multiplied_as_it_is(monkeypatch, has_instructions):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
-    assert linear._multiplies.__wrapped__(torch.bfloat16) == has_instructions
+    assert linear.multiplies.__wrapped__(torch.bfloat16) == has_instructions
 
 
 def test_silu_and_mul():

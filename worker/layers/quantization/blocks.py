@@ -15,6 +15,7 @@ import torch
 
 from quire.worker.host import resources as host
 from quire.worker.layers.linear import Linear, PlainLinear, product
+from quire.worker.layers.onednn import Arranged
 from quire.worker.layers.quantization.gguf_blocks import dequantize
 from quire.worker.layers.quantization.torch_int4 import PackedNibbles, packed_rows
 
@@ -42,14 +43,20 @@ class Rows:
 class _Kept:
     """A part of a weight, dequantized and, if torch has a product for it, packed."""
 
-    whole: torch.Tensor
+    whole: torch.Tensor | None  # None: packed and arranged
     packed: PackedNibbles | None
+    arranged: Arranged | None
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, packed: PackedNibbles | None) -> _Kept:
+        arranged = Arranged.of(whole)
+        return cls(None if packed and arranged else whole, packed, arranged)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x `[T, in_features]` times the weight."""
         if self.packed is not None and len(x) < packed_rows():
             return self.packed.product(x)
-        return product(x, self.whole)
+        return self.arranged.product(x) if self.arranged and len(x) > 1 else product(x, self.whole)
 
 
 def _merged(parts: list[Rows]) -> Iterator[Rows]:
@@ -104,7 +111,7 @@ class PlainBlocks(PlainLinear):
         self._may_keep = self.parts[0].blocks.device.type == "cpu" and available - size >= _SPARE * total
         if self._may_keep:
             self._kept = [
-                _Kept(self._whole(layer, part), PackedNibbles.from_blocks(part.blocks, part.type, self.dtype))
+                _Kept.of(self._whole(layer, part), PackedNibbles.from_blocks(part.blocks, part.type, self.dtype))
                 for part in _merged(self.parts)
             ]
 
