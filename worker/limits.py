@@ -150,7 +150,7 @@ def attention_specs(
     tp = config.parallel.tensor_parallel_size
     shapes: dict[tuple[int, ...], list[LayerSpec]] = {}
     for layer in spec.layers + (draft.layers if draft else ()):
-        plain = layer.latent is None and layer.compressed is None  # layers/compressed.py attends by itself
+        plain = layer.latent is None and layer.compressed is None  # layers/sparse/compressed.py attends by itself
         if layer.attends and plain and layer.mixer != "bidirectional":
             shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, False, False
             shapes.setdefault(shape, []).append(layer)

@@ -45,7 +45,7 @@ class AttentionMetadata:
     # query_start_loc and seq_lens on the host, None if only the device has them
     host: tuple[list[int], list[int]] | None = None
     latent_parts: Any = None  # how `layers/mla.py` splits this step, for all layers
-    choosing: Any = None  # the tokens that choose keys (`layers/chosen.py`), for all layers; of the first group only
+    choosing: Any = None  # on the first group's: the tokens that choose keys (`layers/sparse/chosen.py`)
 
     def host_lengths(self) -> tuple[list[int], list[int]]:
         """Return query_start_loc and seq_lens as lists; waits for the device if the host does not have them."""

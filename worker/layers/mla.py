@@ -26,8 +26,8 @@ import torch
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.scaled import ScaledLatents, as_bytes, store
 from quire.worker.layers.attention import Attention
-from quire.worker.layers.chosen import ChoosingStep, attend_to_chosen, tokens_at_once
 from quire.worker.layers.linear import product
+from quire.worker.layers.sparse.chosen import ChoosingStep, attend_to_chosen, tokens_at_once
 from quire.worker.layers.views import to_device
 from quire.worker.spec.cache import Latent, LatentSizes
 

@@ -110,8 +110,8 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """One vector of `width` per `rate` consecutive tokens (`layers/compressed.py`), in the block of the last of them.
-    Several layers share a page that is large enough for them.
+    """One vector of `width` per `rate` consecutive tokens (`layers/sparse/`), in the block of the last of them. Several
+    layers share a page that is large enough for them.
     """
 
     width: int
@@ -153,7 +153,7 @@ class CompressedSizes:
 
 @dataclass(frozen=True, slots=True)
 class IndexSizes:
-    """An index that chooses keys for latent attention (`layers/chosen.py`); sizes of the whole model."""
+    """An index that chooses keys for latent attention (`layers/sparse/chosen.py`); sizes of the whole model."""
 
     top: int  # keys per token
     heads: int

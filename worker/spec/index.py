@@ -1,5 +1,5 @@
-"""The index of sparse attention (`layers/chosen.py`): its keys in config.json, the layers that have one, its tensors.
-Torch-free.
+"""The index of sparse attention (`layers/sparse/chosen.py`): its keys in config.json, the layers that have one, and
+its tensors. Torch-free.
 """
 
 from __future__ import annotations

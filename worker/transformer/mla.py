@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from quire.worker.attention.base import AttentionMetadata
-from quire.worker.layers.chosen import ChoosingStep, choosing_step
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
@@ -22,6 +21,7 @@ from quire.worker.layers.linear import (
 from quire.worker.layers.mla import LatentAttention
 from quire.worker.layers.norm import RMSNorm
 from quire.worker.layers.rotary import Rotation, apply_rotary
+from quire.worker.layers.sparse.chosen import ChoosingStep, choosing_step
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import Exchange, split_size, tp
 from quire.worker.platforms.ops import Ops

@@ -1,4 +1,4 @@
-"""Attention of DeepSeek V4 to a window and to compressed keys (`layers/compressed.py`)."""
+"""Attention of DeepSeek V4 to a window and to compressed keys (`layers/sparse/compressed.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quire.worker.layers.compressed import CompressedKeys, Queries, WindowKeys, attend
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
@@ -19,6 +18,7 @@ from quire.worker.layers.linear import (
 )
 from quire.worker.layers.moe import give_other_parts
 from quire.worker.layers.norm import RMSNorm, rms_norm
+from quire.worker.layers.sparse.compressed import CompressedKeys, Queries, WindowKeys, attend
 from quire.worker.layers.state import RecurrentState
 from quire.worker.layers.states.compression import compress
 from quire.worker.parallel import Exchange, split_size, tp

@@ -1,14 +1,14 @@
-"""The index of sparse attention in a decoder layer (`layers/chosen.py`)."""
+"""The index of sparse attention in a decoder layer (`layers/sparse/chosen.py`)."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from quire.worker.layers.chosen import ChoosingStep, IndexKeys, choose
 from quire.worker.layers.linear import PLAIN_WEIGHTS, ColumnParallelLinear, Shard, WeightFormat
 from quire.worker.layers.norm import LayerNorm
 from quire.worker.layers.rotary import apply_rotary
+from quire.worker.layers.sparse.chosen import ChoosingStep, IndexKeys, choose
 from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.calls import LayerCall
 

@@ -12,7 +12,7 @@ from quire.worker.attention.torch_paged import CpuPagedAttention
 from quire.worker.cache.allocation import allocate
 from quire.worker.cache.storage import KVStorage
 from quire.worker.cpu.device import CpuPlatform
-from quire.worker.layers.compressed import CompressedKeys, Queries, WindowKeys, attend
+from quire.worker.layers.sparse.compressed import CompressedKeys, Queries, WindowKeys, attend
 from quire.worker.layers.state import StateSteps
 from quire.worker.layers.states.compression import compress
 from quire.worker.models.deepseek_v4 import DeepseekV4

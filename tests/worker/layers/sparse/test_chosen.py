@@ -9,9 +9,9 @@ import torch
 
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.scaled import FP8, ScaledLatents
-from quire.worker.layers import chosen
-from quire.worker.layers.chosen import ChoosingStep, IndexKeys, attend_to_chosen, choose, choosing_step
 from quire.worker.layers.mla import LatentAttention
+from quire.worker.layers.sparse import chosen
+from quire.worker.layers.sparse.chosen import ChoosingStep, IndexKeys, attend_to_chosen, choose, choosing_step
 from quire.worker.models.registry import parse_model_spec
 from quire.worker.spec.cache import Compressed, LatentSizes, plan_cache
 from quire.worker.spec.index import unread_indexes
