@@ -76,6 +76,11 @@ class LatentAttention(Attention):
         self.to_latents: HeadProduct = multiply_heads
         self.to_values: HeadProduct = multiply_heads
 
+    @property
+    def fixed(self) -> bool:
+        """Return whether sums have one order, whatever the step."""
+        return self.to_latents is not multiply_heads
+
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> Latent:
         return Latent(self.sizes.width, self.sizes.rope_dim, itemsize, scale_bytes, self.sliding_window or 0)
 
@@ -134,7 +139,7 @@ class LatentAttention(Attention):
         if (others := choosing.others(attn, self.cache_group)) is not None:
             tokens, meta = others
             out[tokens] = self._attend_in_parts(q_nope[tokens], q_pe[tokens], w_k, w_v, meta)
-        some = tokens_at_once(self.k_cache, choosing.top, q_nope.element_size())
+        some = 1 if choosing.one_by_one else tokens_at_once(self.k_cache, choosing.top, q_nope.element_size())
         for piece in choosing.pieces:
             rows = piece.tokens.flatten()
             for mine in torch.arange(len(rows), device=rows.device).split(some):
@@ -153,7 +158,7 @@ class LatentAttention(Attention):
 
     def _parts(self, attn: AttentionMetadata, itemsize: int) -> list[_Part]:
         """Return the requests by the way they attend, for all layers. `itemsize` is that of the activations."""
-        if attn.max_query_len == 1 or self.to_latents is not multiply_heads:
+        if attn.max_query_len == 1 or self.fixed:
             return [_Part(slice(None), attn)]
         if attn.latent_parts is None:
             attn.latent_parts = list(_split(attn, self.sizes, self.num_heads, self.k_cache.shape[1], itemsize))

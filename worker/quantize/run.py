@@ -18,6 +18,7 @@ from quire.worker.quantize.gptq import Observer, gptq
 from quire.worker.quantize.stages import Texts, load_stage
 from quire.worker.quantize.weights import Plain, Weight, find_weights
 from quire.worker.quantize.writer import SHARD_BYTES, ShardWriter
+from quire.worker.spec.index import without_indexes
 from quire.worker.spec.model import ModelSpec, read_config
 from quire.worker.transformer.decoder import CausalLM
 from quire.worker.weights.checkpoint import Checkpoint
@@ -60,7 +61,8 @@ def quantize_checkpoint(
     Raises:
         ValueError: the model or a setting is not supported.
     """
-    spec = read_model_spec(folder, images=False)
+    # calibration attends to all keys; the tensors of indexes are copied
+    spec = without_indexes(read_model_spec(folder, images=False))
     if spec.raw.get("quantization_config") or spec.raw.get("compression_config"):
         raise ValueError(f"the weights in {folder} are quantized already; give the original model")
     if spec.implementation != "quire":

@@ -233,7 +233,7 @@ class MLAttention(nn.Module):
         """
         if self.index is None:
             return None
-        step = choosing_step(call.attn, self.index.top, self.index.heads)
+        step = choosing_step(call.attn, self.index.top, self.index.heads, self.attn.fixed)
         if self.indexer is not None:
             self.indexer.write(x, call)
             if step is not None:

@@ -91,14 +91,20 @@ def test_the_package_and_transformers_read_the_same_weights(tmp_path, form, meth
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen3-moe", "qwen2-moe", "granite-moe", "glm4-moe", "deepseek-v3", "hunyuan-moe", "minimax-m2"]
+    "name",
+    [
+        *("mixtral", "qwen3-moe", "qwen2-moe", "granite-moe", "glm4-moe", "deepseek-v3", "glm-5", "hunyuan-moe"),
+        "minimax-m2",
+    ],
 )
 def test_experts(tmp_path, name):
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 64} | (
         {} if name in ("mixtral", "granite-moe", "hunyuan-moe", "minimax-m2") else {"moe_intermediate_size": 64}
     )
-    if name == "deepseek-v3":
+    if name in ("deepseek-v3", "glm-5"):
         sizes |= {"q_lora_rank": 64}
+    if name == "glm-5":  # its index stays as it is, and the second layer has none
+        sizes |= {"index_topk": 800, "indexer_types": ["full", "shared"]}
     source = build_checkpoint(name, tmp_path / "source", **sizes)
     original = load_file(Path(source, "model.safetensors"))
     tensors, config = quantized(source, tmp_path / "out", "gptq", format="int8", group_size=32)

@@ -62,10 +62,13 @@ class Piece:
 
 
 class ChoosingStep:
-    """The tokens of a step that have more than `top` keys, in pieces, and the metadata of the others."""
+    """The tokens of a step that have more than `top` keys, in pieces, and the metadata of the others.
 
-    def __init__(self, meta: AttentionMetadata, top: int, num_heads: int):
-        self.top = top
+    With `one_by_one` a piece has one token and no keys after it: its products have one shape, whatever the step.
+    """
+
+    def __init__(self, meta: AttentionMetadata, top: int, num_heads: int, one_by_one: bool = False):
+        self.top, self.one_by_one = top, one_by_one
         self._starts, self._lengths = meta.host_lengths()
         self._others: dict[int, tuple[torch.Tensor, AttentionMetadata]] = {}
         counts = [end - start for start, end in pairwise(self._starts)]
@@ -76,14 +79,14 @@ class ChoosingStep:
         ones = sorted((i for i, count in enumerate(self._choosing) if count == 1), key=lambda i: -self._lengths[i])
         while ones:
             longest = self._lengths[ones[0]]
-            number = max(1, _SCORES // (num_heads * longest))
+            number = 1 if self.one_by_one else max(1, _SCORES // (num_heads * longest))
             some, ones = ones[:number], ones[number:]
             rows = [some, [self._starts[i + 1] - 1 for i in some], [self._lengths[i] - 1 for i in some]]
             requests, tokens, positions = to_device(rows, torch.int64, device)
             yield Piece(requests, tokens[:, None], positions[:, None], longest)
         for i, count in enumerate(self._choosing):
             end, length = self._starts[i + 1], self._lengths[i]
-            number = max(1, _SCORES // length)
+            number = 1 if self.one_by_one else max(1, _SCORES // length)
             for left in range(count if count > 1 else 0, 0, -number):
                 after = max(0, left - number)
                 back = torch.arange(left, after, -1, device=device)[None]  # from the last token of the request
@@ -120,13 +123,13 @@ class ChoosingStep:
         return self._others[group] if mine else None
 
 
-def choosing_step(attn: GroupedMetadata, top: int, num_heads: int) -> ChoosingStep | None:
+def choosing_step(attn: GroupedMetadata, top: int, num_heads: int, one_by_one: bool = False) -> ChoosingStep | None:
     """Return the tokens of a step that choose keys, the same for all layers; None if all attend to all their keys."""
     first = attn[0]
     if first.max_seq_len <= top:
         return None
     if first.choosing is None:
-        first.choosing = ChoosingStep(first, top, num_heads)
+        first.choosing = ChoosingStep(first, top, num_heads, one_by_one)
     return first.choosing if first.choosing.pieces else None
 
 
