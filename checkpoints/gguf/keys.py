@@ -144,7 +144,7 @@ ARCHITECTURE: dict[str, Key] = {
     "attention.indexer.head_count": Key(_COUNT),
     "attention.indexer.key_length": Key(_COUNT),
     "attention.indexer.top_k": Key(_POSITIONS),
-    "attention.indexer.kpool": Key(_COUNT, IDLE, "contexts end where the indexer would choose"),
+    "attention.indexer.kpool": Key(_COUNT),
     "attention.indexer.kpool_select_tail": Key(FLAG, note="must be true"),
     "attention.indexer.types": Key(Flags(), note="which layers choose keys by themselves"),
     "hyper_connection.count": Key(Whole(1, 64), note="GLM-5-next"),

@@ -49,6 +49,7 @@ _LAYER = {
     "indexer.attn_q_b": "self_attn.indexer.wq_b",
     "indexer.k_norm": "self_attn.indexer.k_norm",
     "indexer.proj": "self_attn.indexer.weights_proj",
+    "indexer_compressor_gate": "self_attn.indexer.index_kpool_compress_gate",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -100,6 +101,7 @@ MIXED = SANDWICH | {
 # whole names that are not a module's weight or bias
 _WHOLE = {
     "attn_sinks.weight": "self_attn.sinks",
+    "indexer_compressor_ape.weight": "self_attn.indexer.index_kpool_compress_ape",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "layer_output_scale.weight": "layer_scalar",
     "altup_correct_scale.weight": "altup.correct_output_scale",

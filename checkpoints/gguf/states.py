@@ -267,6 +267,7 @@ def glm5_next(m: Metadata) -> Settings:
     m.check("attention.indexer.kpool_select_tail", True)
     m.find("attention.indexer.types")
     return kimi_linear(m) | index(m) | {
+        "index_kpool": m.get("attention.indexer.kpool"),
         "linear_lower_bound": m.find("kda.gate_lower_bound"),
         "swiglu_limit": limits.pop() or None,
         "hc_mult": m.get("hyper_connection.count"),

@@ -1,13 +1,11 @@
 """GLM-5-next (GLM-5.3): Kimi Delta Attention with a bounded decay, latent attention without rotary embedding in some
 layers, hyper-connections, DeepSeek V3's experts with bounded inputs of the activation.
 
-An index chooses `index_topk` tokens in groups, which is not implemented: up to that many tokens of context it chooses
-all of them, so the context is limited to that.
+An index chooses `index_topk` tokens in groups of `index_kpool` (`mixers/key_index.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,10 +44,12 @@ class Glm5Next(GlmMoeDsa):
         "linear_conv_kernel_dim": 4,
         "linear_lower_bound": -5.0,
         "linear_attn_config": None,
+        "index_kpool": 16,
         "index_kpool_always_select_tail": True,
     }
     state_kinds = {STATE: STATE, "indexed_attention": FULL}
-    ignored = (*GlmMoeDsa.ignored, r"\.shared_head\.", r"\.indexer_compressor_")
+    renames = GlmMoeDsa.renames | {"index_kpool_compress_gate.weight": "index_kpool_compress_gate"}
+    ignored = (*GlmMoeDsa.ignored, r"\.shared_head\.")
 
     @classmethod
     def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
@@ -68,18 +68,6 @@ class Glm5Next(GlmMoeDsa):
         for key, name in _NESTED.items():
             values[name] = nested.get(key, values[name])
         values.update(layer_types=kinds, latent_eps=values["rms_norm_eps"], head_dim=values["qk_nope_head_dim"])
-        values["why_shorter"] = (
-            f"an index of groups of tokens is not implemented: up to index_topk, {values['index_topk']} tokens, it "
-            "chooses all of them"
-        )
-
-    @classmethod
-    def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
-        return min(super().context_length(values, ropes), values["index_topk"])
-
-    @classmethod
-    def indexed(cls, values: dict[str, Any], layers: Sequence[LayerSpec]) -> list[bool]:
-        return [False] * len(layers)
 
     @classmethod
     def ropes(cls, values: dict[str, Any], raw: dict[str, Any]) -> dict[str, RopeSpec]:

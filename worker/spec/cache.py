@@ -161,7 +161,13 @@ class IndexSizes:
     rope_first: bool = True  # whether the rotary part of a head is its first entries, not its last
     interleaved: bool = False  # whether the rotary embedding rotates neighbouring entries, not halves
     eps: float = 1e-6  # for the norm of the keys
+    pool: int = 1  # consecutive tokens that are chosen together, by a mean of their keys
     source: int | None = None  # an earlier layer, whose choice this one uses; None: it chooses by itself
+
+    @property
+    def width(self) -> int:
+        """Return the entries of the cache per token: a key and, if keys are pooled, its weights in the mean."""
+        return self.dim * (1 if self.pool == 1 else 2)
 
 
 @dataclass(frozen=True, slots=True)

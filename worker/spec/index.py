@@ -23,6 +23,7 @@ INDEX_DEFAULTS = {
     "indexer_rope_interleave": False,
     "index_rope_first": True,
     "index_eps": 1e-6,
+    "index_kpool": 1,
 }
 _TYPES = {"F": "full", "S": "shared"}
 
@@ -48,16 +49,20 @@ def with_index(layers: Sequence[LayerSpec], values: dict[str, Any], indexed: Seq
     """Give the layers that are `indexed` the index that `values` describe. Raises ValueError naming the key."""
     if not any(indexed):
         return tuple(layers)
-    for key in ("index_topk", "index_n_heads", "index_head_dim"):
+    for key in ("index_topk", "index_n_heads", "index_head_dim", "index_kpool"):
         if not isinstance(values[key], int) or values[key] < 1:
             raise ValueError(f"{key} must be a positive integer, not {values[key]!r}")
+    pool, top = values["index_kpool"], values["index_topk"]
+    if top % pool:
+        raise ValueError(f"index_topk {top} is not a multiple of index_kpool {pool}")
     sizes = IndexSizes(
-        values["index_topk"],
+        top,
         values["index_n_heads"],
         values["index_head_dim"],
         values["index_rope_first"],
         values["indexer_rope_interleave"],
         values["index_eps"],
+        pool,
     )
     if values["qk_rope_head_dim"] > sizes.dim:
         raise ValueError(f"index_head_dim {sizes.dim} must be at least qk_rope_head_dim {values['qk_rope_head_dim']}")

@@ -248,7 +248,7 @@ def cache_indices(spec: ModelSpec, layers: Sequence[int]) -> list[int]:
 def _second_spec(layer: LayerSpec, itemsize: int, scale_bytes: int = 0) -> Compressed | None:
     """Return the cache of a layer's compressed keys, or of the keys of its index."""
     if layer.index is not None and layer.index.source is None:
-        return Compressed(layer.index.dim, 1, itemsize, scale_bytes)
+        return Compressed(layer.index.width, 1, itemsize, scale_bytes)
     sizes = layer.compressed
     return Compressed(layer.head_dim + sizes.index_dim, sizes.rate, itemsize) if sizes and sizes.rate else None
 

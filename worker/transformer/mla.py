@@ -30,7 +30,7 @@ from quire.worker.spec.model import LayerSpec, ModelSpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.attention import attention_sinks, gate_projection, gated
 from quire.worker.transformer.calls import LayerCall
-from quire.worker.transformer.mixers.key_index import KeyIndex
+from quire.worker.transformer.mixers.key_index import KeyIndex, PooledIndex
 
 TORCH = Ops()
 # keys of config.json, with defaults of DeepSeek
@@ -199,7 +199,8 @@ class MLAttention(nn.Module):
         self.attn = LatentAttention(heads, sizes, layer, kind.scale, sinks, kind.kv_from, kind.window)
         self.index = kind.index
         chooses = self.index is not None and self.index.source is None
-        self.indexer = self.index_cls(spec, layer, f"{prefix}.indexer", weights) if chooses else None
+        make = PooledIndex if chooses and self.index.pool > 1 else self.index_cls
+        self.indexer = make(spec, layer, f"{prefix}.indexer", weights) if chooses else None
         self.ops = TORCH
 
     def use(self, ops: Ops) -> None:

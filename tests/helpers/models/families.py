@@ -443,9 +443,9 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             | _LATENT
             | {"model_type": "glm5_next_text", "qk_rope_head_dim": 0, "n_routed_experts": 8, "num_hidden_layers": 3}
             | {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "hc_mult": 3}
-            | {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1, "index_topk": 1024}
-            | {"index_head_dim": 16, "index_n_heads": 2, "linear_head_dim": 16, "linear_num_heads": 4}
-            | {"swiglu_limit": 0.5},
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1, "index_topk": 20}
+            | {"index_head_dim": 16, "index_n_heads": 24, "index_kpool": 4, "linear_head_dim": 16}
+            | {"linear_num_heads": 4, "swiglu_limit": 0.5},
             "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "image_size": 28}
             | {"patch_size": 14, "out_hidden_size": 32, "projection_intermediate_size": 16},
         },

@@ -137,7 +137,7 @@ OWN: dict[str, Keys] = {
     "glm5-next": _RMS | _MLA | _EXPERTS | _SHARED | _WEIGHTS | _INDEX | {
         "ssm.conv_kernel": REQUIRED, "kda.head_dim": REQUIRED, "expert_gating_func": 2,
         "swiglu_clamp_exp": 0.0, "swiglu_clamp_shexp": As(lambda keys: keys["swiglu_clamp_exp"]),
-        "attention.indexer.kpool_select_tail": True,
+        "attention.indexer.kpool_select_tail": True, "attention.indexer.kpool": REQUIRED,
         "hyper_connection.count": REQUIRED, "hyper_connection.sinkhorn_iterations": REQUIRED,
         "hyper_connection.epsilon": REQUIRED,
     },

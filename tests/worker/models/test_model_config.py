@@ -303,12 +303,6 @@ def test_architectures_that_are_known_but_refused_with_the_reason(model_type, ar
         read_model_spec(str(tmp_path))
 
 
-def test_the_context_of_glm_5_next_is_what_its_index_chooses():
-    config = CONFIG_MAPPING["glm5_next"]().to_dict()
-    spec = parse_model_spec(config | {"architectures": ["Glm5NextForConditionalGeneration"]})
-    assert (spec.max_model_len, "index_topk" in spec.why_shorter) == (2048, True)
-
-
 def llama(**changes):
     return {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, **changes}
 

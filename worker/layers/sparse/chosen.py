@@ -27,11 +27,12 @@ _GATHERED = 1 << 26  # maximum bytes of the latents of a piece of tokens
 
 
 class IndexKeys(Attention):
-    """The cache of an index's keys."""
+    """The cache of an index's keys, `width` entries per token. In 8 bits its first `part` entries have one scale, the
+    others another.
+    """
 
-    def __init__(self, dim: int, rope_dim: int, layer: int):
-        parts = rope_dim if 0 < rope_dim < dim else dim // 2  # in 8 bits, both parts of a key have a scale
-        super().__init__(1, 1, dim, layer, v_head_dim=parts)
+    def __init__(self, width: int, part: int, layer: int):
+        super().__init__(1, 1, width, layer, v_head_dim=part)
 
     def cache_spec(self, itemsize: int, scale_bytes: int = 0) -> Compressed:
         return Compressed(self.head_dim, 1, itemsize, scale_bytes)
@@ -58,7 +59,7 @@ class Piece:
     tokens: torch.Tensor  # [B, Q] int64, their rows in the step
     positions: torch.Tensor  # [B, Q] int64
     longest: int
-    keys: torch.Tensor | None = None  # [B, Q, top] int64: positions of the chosen keys
+    keys: torch.Tensor | None = None  # [B, Q, K] int64: positions of the chosen keys, negative: none
 
 
 class ChoosingStep:
@@ -133,19 +134,21 @@ def choosing_step(attn: GroupedMetadata, top: int, num_heads: int, one_by_one: b
     return first.choosing if first.choosing.pieces else None
 
 
-def choose(piece: Piece, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top: int) -> torch.Tensor:
-    """Return the positions of the chosen keys, int64 `[B, Q, top]`, for q `[B, Q, heads, I]` with `weights` `[B, Q,
-    heads]`, all float32, and keys `[B, longest, I]`.
+def choose(
+    piece: Piece, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top: int, pool: int = 1
+) -> torch.Tensor:
+    """Return the numbers of the chosen keys, int64 `[B, Q, top]`, for q `[B, Q, heads, I]` with `weights` `[B, Q,
+    heads]`, all float32, and keys `[B, N, I]`, each of which is visible from the last of its `pool` tokens on.
     """
     if q.shape[1] == 1:
-        scores = F.relu(torch.bmm(q[:, 0], keys.transpose(1, 2)))  # [B, heads, longest]
+        scores = F.relu(torch.bmm(q[:, 0], keys.transpose(1, 2)))  # [B, heads, N]
         scores = torch.bmm(weights, scores)
     else:
         scores = keys.new_zeros(*q.shape[:2], keys.shape[1])
         for head in range(q.shape[2]):
             scores += weights[:, :, head, None] * F.relu(torch.bmm(q[:, :, head], keys.transpose(1, 2)))
-    number = torch.arange(keys.shape[1], device=keys.device)
-    return scores.masked_fill_(number > piece.positions[..., None], -torch.inf).topk(top, -1).indices
+    last = (torch.arange(keys.shape[1], device=keys.device) + 1) * pool - 1
+    return scores.masked_fill_(last > piece.positions[..., None], -torch.inf).topk(top, -1).indices
 
 
 def attend_to_chosen(
@@ -161,9 +164,10 @@ def attend_to_chosen(
     """Return the attended latents `[S, H, rank]` of q `[S, H, W]`, queries number `tokens` `[S]` of a piece."""
     number = piece.tokens.shape[1]
     keys, size = piece.keys.flatten(0, 1)[tokens], cache.shape[1]
+    absent, keys = keys < 0, keys.clamp(min=0)
     blocks = meta.block_table[piece.requests[tokens // number][:, None], keys // size].long()
-    latents = gather(cache, blocks, keys % size).to(q.dtype)  # [S, top, W]
-    scores = (torch.bmm(q, latents.transpose(1, 2)) * scale).float()
+    latents = gather(cache, blocks, keys % size).to(q.dtype)  # [S, K, W]
+    scores = (torch.bmm(q, latents.transpose(1, 2)) * scale).float().masked_fill_(absent[:, None], -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[None, :, None].expand(len(q), -1, 1)], -1)
     weights = scores.softmax(-1)[..., : keys.shape[1]].to(q.dtype)

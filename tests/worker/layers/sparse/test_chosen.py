@@ -60,7 +60,7 @@ class Case:
         self.layer = LatentAttention(heads, SIZES, 0, 0.3)
         self.layer.k_cache = cache(SIZES.width)
         self.layer.v_cache = self.layer.k_cache[..., : SIZES.rank]
-        self.index = IndexKeys(DIM, SIZES.rope_dim, 1)
+        self.index = IndexKeys(DIM, SIZES.rope_dim, 1)  # in 8 bits, both parts of a key have a scale
         self.index.k_cache = cache(DIM)
 
     def visible(self) -> torch.Tensor:
