@@ -47,6 +47,7 @@ class GgufArchitecture:
 _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
 # general.architecture of GGUF files
 ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "afmoe": GgufArchitecture("AfmoeForCausalLM", "afmoe", mixture.afmoe, SANDWICH | {"attn_gate": "self_attn.g_proj"}),
     "arcee": GgufArchitecture("ArceeForCausalLM", "arcee", swapped=True),
     "bailingmoe3": GgufArchitecture("BailingHybridForCausalLM", "bailing_hybrid", recurrent.bailing3, recurrent.LING),
     "bert": GgufArchitecture("BertModel", "bert", encoder.bert, AFTER),
@@ -57,6 +58,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "deepseek2": GgufArchitecture("DeepseekV2ForCausalLM", "deepseek_v2", mixture.deepseek2),
     "deepseek2-ocr": GgufArchitecture("DeepseekForCausalLM", "deepseek", mixture.deepseek),
     "deepseek32": GgufArchitecture("DeepseekV32ForCausalLM", "deepseek_v32", mixture.indexed),
+    "dots1": GgufArchitecture("Dots1ForCausalLM", "dots1", mixture.dots1),
     "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", "ernie4_5", lambda m: {"use_bias": m.has_bias()}),
     "ernie4_5-moe": GgufArchitecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", mixture.ernie_moe),
     "exaone-moe": GgufArchitecture("ExaoneMoeForCausalLM", "exaone_moe", mixture.exaone_moe),
@@ -83,6 +85,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "hunyuan-dense": GgufArchitecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", dense.attention_bias),
     "hunyuan-moe": GgufArchitecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", mixture.hunyuan_moe),
     "hy_v3": GgufArchitecture("HYV3ForCausalLM", "hy_v3", mixture.hy_v3),
+    "jais2": GgufArchitecture("Jais2ForCausalLM", "jais2", dense.nemotron),
     "jamba": GgufArchitecture("JambaForCausalLM", "jamba", recurrent.jamba, recurrent.MAMBA1),
     "kimi-linear": GgufArchitecture("KimiLinearForCausalLM", "kimi_linear", recurrent.kimi_linear, recurrent.KIMI),
     "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", recurrent.lfm2, recurrent.SHORT_CONV),
@@ -91,6 +94,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama4": GgufArchitecture("Llama4ForCausalLM", "llama4_text", mixture.llama4),
     "mamba": GgufArchitecture("MambaForCausalLM", "mamba", recurrent.mamba, recurrent.MAMBA1),
     "mamba2": GgufArchitecture("Mamba2ForCausalLM", "mamba2", recurrent.mamba2, recurrent.MAMBA2),
+    "mellum": GgufArchitecture("MellumForCausalLM", "mellum", mixture.mellum),
     "minicpm3": GgufArchitecture(
         "MiniCPM3ForCausalLM", "minicpm3", lambda m: dense.latent(m) | dense.original_length(m)
     ),

@@ -135,7 +135,7 @@ def _exaone4_period(m: Metadata) -> int:
 _T = "from the tensors"
 _GRANITE = ("granite", "granite_swa", "granitehybrid", "granitemoe")
 _DELTA = ("qwen35", "qwen35moe", "qwen3next")
-_ALSO_WITHOUT_WINDOWS = ("gemma3", "modern-bert", "olmo2", "phi3", "plamo3", "starcoder2")
+_ALSO_WITHOUT_WINDOWS = ("gemma3", "mellum", "modern-bert", "olmo2", "phi3", "plamo3", "starcoder2")
 _OWN_LOCAL_THETA = ("gemma-embedding", "gemma3", "gemma3n", "gemma4", "modern-bert", "plamo3")
 
 DEFAULTS: dict[str, tuple[Default, ...]] = {
@@ -171,7 +171,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
     "attention.sliding_window_pattern": (
         Default(2, ("gemma2", "gpt-oss")),
         Default(3, ("modern-bert",)),
-        Default(4, ("cohere2", "exaone-moe", "olmo2")),
+        Default(4, ("afmoe", "cohere2", "exaone-moe", "mellum", "olmo2")),
         Default(_exaone4_period, ("exaone4",), "4 with 64 layers"),
         Default(5, ("gemma3n",)),
         Default(6, ("gemma3", "gemma-embedding")),

@@ -202,3 +202,38 @@ def qwen3_moe(m: Metadata) -> Settings:
 
 def olmoe(m: Metadata) -> Settings:
     return experts(m, "intermediate_size", clip_qkv=m.find("attention.clamp_kqv"))
+
+
+def afmoe(m: Metadata) -> Settings:
+    """Return the settings. llama.cpp scales the embeddings of all of these files."""
+    m.check("expert_weights_norm", True)
+    return m.listed_windows() | experts(
+        m,
+        num_dense_layers=m.get("leading_dense_block_count"),
+        num_shared_experts=m.get("expert_shared_count"),
+        route_scale=weights_scale(m),
+        mup_enabled=True,
+    )
+
+
+def dots1(m: Metadata) -> Settings:
+    """Return the settings. Files have no windows, and no groups of experts."""
+    plain = {"n_group": 1, "topk_group": 1, "sliding_window": None, "attention_bias": m.has_bias()}
+    return deepseek(m) | plain | {"norm_topk_prob": m.get("expert_weights_norm")}
+
+
+def mellum(m: Metadata) -> Settings:
+    scaling, factor = m.get("rope.scaling.type"), m.find("rope.scaling.factor") or 1.0
+    if scaling != "none" and (scaling, factor) != ("linear", 1.0):
+        raise ValueError(f"{m.file.path}: {m.kind}.rope.scaling.type {scaling!r} is not supported in these files")
+    local = m.find("rope.freq_base_swa") or m.get("rope.freq_base")
+    return (
+        qwen3_moe(m)
+        | m.listed_windows()
+        | {
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": m.get("rope.freq_base")},
+                SLIDING: {"rope_type": "default", "rope_theta": local},
+            },
+        }
+    )

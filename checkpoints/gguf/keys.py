@@ -243,11 +243,13 @@ FIXED: dict[str, dict[str, Any]] = {
         ("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "deepseek", "deepseek2-ocr", "granitemoe",
          "hunyuan-moe", "ernie4_5-moe"), _SOFTMAX)
     | dict.fromkeys(("glm4moe", "exaone-moe", "minimax-m2", "llama4", "glm-dsa", "deepseek32", "hy_v3"), _SIGMOID)
+    | {"afmoe": _SIGMOID, "dots1": _SIGMOID, "mellum": _SOFTMAX}
     | {"qwen35moe": _SOFTMAX, "qwen3next": _SOFTMAX, "jamba": _SOFTMAX, "nemotron_h_moe": _SIGMOID}
     | {"kimi-linear": _SIGMOID, "bailingmoe3": _SIGMOID, "granitehybrid": _CHOSEN_SOFTMAX}
     | {"gpt-oss": _CHOSEN_SOFTMAX},
     "expert_weights_norm": dict.fromkeys(
-        ("llama", "qwen3moe", "qwen3vlmoe", "hunyuan-moe", "ernie4_5-moe", "minimax-m2", "hy_v3", "qwen3next"), True)
+        ("llama", "qwen3moe", "qwen3vlmoe", "hunyuan-moe", "ernie4_5-moe", "minimax-m2", "hy_v3", "qwen3next",
+         "mellum"), True)
     | dict.fromkeys(("qwen2moe", "olmoe", "deepseek", "deepseek2-ocr", "llama4", "jamba"), False),
 }  # fmt: skip
 # sizes that tensors must have anyway, which some architectures do not read

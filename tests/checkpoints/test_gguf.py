@@ -144,7 +144,7 @@ def test_what_cannot_be_served_is_refused(tmp_path):
     path.write_bytes(
         whole.replace(b"\x05\x00\x00\x00\x00\x00\x00\x00qwen3", b"\x05\x00\x00\x00\x00\x00\x00\x00rwkv6", 1)
     )
-    with pytest.raises(ValueError, match="architecture 'rwkv6' of GGUF files is not supported; supported: arcee, "):
+    with pytest.raises(ValueError, match="architecture 'rwkv6' of GGUF files is not supported; supported: afmoe, "):
         model_config(read_gguf(path), None)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"model\.gguf is empty"):

@@ -28,6 +28,7 @@ from quire.worker.parallel import Group, use_groups
 from tests.helpers.models.checkpoints import CHECKPOINTS as DENSE
 from tests.helpers.models.checkpoints import MOE_CHECKPOINTS, build_checkpoint
 from tests.helpers.models.families import FAMILIES, build_family
+from tests.helpers.models.gguf_cases import NEWER_CASES
 from tests.helpers.models.gguf_converter import Converter, common, experts
 from tests.helpers.models.judges import load_family
 from tests.helpers.models.ocr_models import build_model as build_ocr_model
@@ -188,7 +189,6 @@ CASES: dict[str, Case] = {
     "olmo2": ("olmo2", SIZES, _nothing),
     "olmo3": ("olmo2", SIZES, _windows),
     "phi3": ("phi3", {"hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 96}, _nothing),
-    "seed_oss": ("seed_oss", SIZES, _nothing),
     "smollm3": ("smollm3", SIZES, _nothing),
     "starcoder2": ("starcoder2", SIZES, _nothing),
     "minicpm3": (
@@ -227,7 +227,7 @@ CASES: dict[str, Case] = {
         ),
     ),
 }
-CASES |= {
+CASES |= NEWER_CASES | {
     "exaone_moe": ("exaone-moe", WIDE | {"head_dim": 16}, lambda c: _sigmoid(c) | _groups(c) | _windows(c)),
     "gemma3n": ("gemma3n", SIZES | {"hidden_size_per_layer_input": 32, "laurel_rank": 32}, _gemma3n),
     "gemma4-experts": ("gemma4", WIDE | BOUND, _gemma4),

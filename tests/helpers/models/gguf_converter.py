@@ -28,7 +28,7 @@ SHIFTED = ("gemma", "gemma-embedding", "gemma2", "gemma3", "nemotron", "qwen35",
 ENCODERS = ("bert", "modern-bert", "nomic-bert")
 # architecture that the `gguf` package does not know yet -> one with the same names
 _NAMED_LIKE = {"granite_swa": "granite", "hy_v3": "exaone-moe", "deepseek32": "glm-dsa", "deepseek2-ocr": "deepseek"}
-_NAMED_LIKE |= {"bailingmoe3": "kimi-linear"}
+_NAMED_LIKE |= {"bailingmoe3": "kimi-linear", "mellum": "qwen3moe"}
 _LING = {
     ".attention.dense.": ".self_attn.o_proj.",
     ".attention.": ".self_attn.",
@@ -139,7 +139,7 @@ class Converter:
             name = f"model{match[1]}.mlp{match[2]}"
         if name.endswith(".sinks"):
             return f"blk.{name.split('.')[2]}.attn_sinks.weight"
-        if name.endswith(".expert_bias") and self.arch == "lfm2moe":
+        if name.endswith(".expert_bias") and self.arch in ("afmoe", "lfm2moe"):
             return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
         if name.endswith(".expert_bias"):  # of Hunyuan 3, which the converter writes without an end
             return f"blk.{name.split('.')[2]}.exp_probs_b"

@@ -83,6 +83,8 @@ EVERY: Keys = {
     "pooling_type": 0,
 }
 OWN: dict[str, Keys] = {
+    # without a window, layers would rotate that the family does not rotate
+    "afmoe": _RMS | _EXPERTS | _SHARED | _WEIGHTS | {"attention.sliding_window": REQUIRED},
     "arcee": _RMS,
     "bailingmoe3": _RMS | _MLA | _EXPERTS | _WEIGHTS | _SHARED | {
         "ssm.conv_kernel": REQUIRED, "kda.head_dim": REQUIRED, "kda.safe_gate": True,
@@ -98,6 +100,7 @@ OWN: dict[str, Keys] = {
     "deepseek2": _DEEPSEEK2,
     "deepseek2-ocr": _RMS | _EXPERTS | _SHARED | _WEIGHTS | {"expert_gating_func": 1},
     "deepseek32": _INDEXED | {"expert_gating_func": REQUIRED},
+    "dots1": _RMS | _EXPERTS | _SHARED | _WEIGHTS,
     "ernie4_5": _RMS,
     "ernie4_5-moe": _RMS | _EXPERTS | _SHARED | {"interleave_moe_layer_step": TENSORS},
     "exaone-moe": _RMS | _EXPERTS | _SHARED | _WEIGHTS | _SAME_THETA | {
@@ -155,6 +158,7 @@ OWN: dict[str, Keys] = {
     "hunyuan-dense": _RMS,
     "hunyuan-moe": _RMS | _EXPERTS,
     "hy_v3": _RMS | _EXPERTS | _WEIGHTS | {"expert_gating_func": 2},
+    "jais2": _NORM,
     "jamba": _RMS | _SSM,
     "kimi-linear": _RMS | _MLA | _EXPERTS | _SHARED | {
         "ssm.conv_kernel": REQUIRED, "kda.head_dim": REQUIRED, "expert_weights_scale": 0.0,
@@ -168,6 +172,7 @@ OWN: dict[str, Keys] = {
     "llama4": _RMS | _EXPERTS | _SAME_THETA | {"interleave_moe_layer_step": TENSORS},
     "mamba": _RMS | _SSM | _NO_HEADS | {"ssm.dt_b_c_rms": False},
     "mamba2": _RMS | _SSM2 | _NO_HEADS,
+    "mellum": _RMS | _EXPERTS | _SAME_THETA | {"attention.sliding_window": 0, "attention.sliding_window_pattern": 4},
     "minicpm3": _RMS | _MLA,
     "minimax-01": _RMS | _EXPERTS | {"residual_scale": REQUIRED, "attention.recurrent_layers": TENSORS},
     "minimax-m2": _RMS | _EXPERTS,
