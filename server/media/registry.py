@@ -41,6 +41,7 @@ PROCESSORS: dict[str, str] = {
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
     "MistralLarge4ForConditionalGeneration": "pixtral:PixtralProcessor",
     "PaddleOCRVLForConditionalGeneration": "qwen_vl:PaddleOCRVLProcessor",
+    "QianfanOCRForConditionalGeneration": "internvl:InternVLProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen2VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3_5ForConditionalGeneration": "qwen_vl:QwenVLProcessor",

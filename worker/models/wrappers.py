@@ -75,7 +75,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "NemotronH_Omni_Reasoning_V3": Wrapper(),
     "NemotronH_Nano_Omni_Reasoning_V3": Wrapper(),
     "PaddleOCRVLForConditionalGeneration": Wrapper("paddleocr_vl:PaddleOCRVLTower", "PaddleOCRVLForCausalLM"),
-    "QianfanOCRForConditionalGeneration": Wrapper(),
+    "QianfanOCRForConditionalGeneration": Wrapper("intern_vit:QianfanOCRTower"),
     "Qwen2VLForConditionalGeneration": Wrapper("qwen2_vl:Qwen2VLTower", "Qwen2VLForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": Wrapper("qwen2_5_vl:Qwen2_5VLTower", "Qwen2VLForCausalLM"),
     "Qwen3VLForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLForCausalLM"),

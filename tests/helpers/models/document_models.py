@@ -88,6 +88,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _GLM,
         },
     ),
+    "qianfan_ocr": (
+        "qianfan_ocr",
+        {
+            "text_config": _QWEN3 | _WIDE | {"model_type": "qwen3"},
+            "vision_config": {key: _SIGLIP[key] for key in _SIGLIP if key not in ("image_size", "patch_size")}
+            | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]},
+        },
+    ),
     "granite_docling": (
         "granite_docling",
         {
@@ -127,6 +135,7 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "glm4v": _PIXELS | {"max_pixels": 2 * 64 * 24},
     "glm4v_moe": _PIXELS | {"max_pixels": 2 * 64 * 24},
     "granite_docling": _TILES | {"max_patches": 4},
+    "qianfan_ocr": _TILES | {"max_patches": 4},
     "granite4_vision": _TILES,
 }
 
@@ -150,3 +159,14 @@ def build_model(name: str, folder: str | Path) -> Any:
     model.save_pretrained(folder)
     Path(folder, "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[name]))
     return model
+
+
+def correct_names(name: str, folder: str | Path) -> None:
+    """Give the decoder's layers of a Qianfan-OCR, which transformers saves under the encoder's name, their own."""
+    if name != "qianfan_ocr":
+        return
+    from safetensors.torch import load_file, save_file
+
+    path, wrong = Path(folder, "model.safetensors"), "language_model.model.encoder."
+    tensors = {key.replace(wrong, "language_model.model."): value for key, value in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})

@@ -97,6 +97,7 @@ def build(name: str, folder: str | Path, dtype: str = "float32") -> Any:
     model = next(families, ocr_models).build_model(name, folder)
     model.lm_head.weight.data[IMAGE_TOKEN_ID] = 0.0
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    document_models.correct_names(name, folder)
     model.float()  # the same weights
     path = Path(folder, "preprocessor_config.json")
     if not path.exists():
@@ -145,7 +146,7 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         tiles = torch.cat(pixels)[None]
         fine = {"tile_fine_mask": torch.ones(1, dtype=torch.bool)} if "fine" in images[0] else {}
         return {"pixel_values": tiles, "pixel_attention_mask": torch.ones(tiles.shape[:2], dtype=torch.bool)} | fine
-    if "ocr" in name:
+    if "ocr" in name and name != "qianfan_ocr":
         return _ocr(name, images)
     if name == "lfm2_vl":
         return _lfm2_vl(images)

@@ -1,8 +1,8 @@
-"""InternVL: tiles of an image through InternViT, four patches to an embedding."""
+"""InternVL and Qianfan-OCR: tiles of an image through InternViT, four patches to an embedding."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from quire.worker.transformer.vision.layers import (
     merge_patches,
     named,
     num_used_layers,
+    rename_parts,
     table,
 )
 from quire.worker.transformer.vision.tower import VisionTower
@@ -58,7 +59,9 @@ def one_side(name: str, value: int | list[int]) -> int:
 class InternViT(nn.Module):
     """Maps images `[B, 3, image_size, image_size]` to the features of the image and its patches, `[B, 1 + N, C]`."""
 
-    def __init__(self, config: dict[str, Any], weights: WeightFormat, prefix: str = "vision_tower"):
+    def __init__(
+        self, config: dict[str, Any], weights: WeightFormat, prefix: str = "vision_tower", names: LayerNames = _NAMES
+    ):
         super().__init__()
         vision = _DEFAULTS | config["vision_config"]
         if not vision["use_absolute_position_embeddings"]:
@@ -76,7 +79,7 @@ class InternViT(nn.Module):
             norm="rms" if vision["norm_type"] == "rms_norm" else "layer",
             qkv_bias=vision["attention_bias"],
             qk_norm=vision["use_qk_norm"],
-            names=_NAMES,
+            names=names,
         )
         name, self.hidden_size = f"{prefix}.embeddings", size
         self.patches = PatchEmbedding(size, patch, f"{name}.patch_embeddings.projection", bias=True)
@@ -99,12 +102,13 @@ class InternVLTower(VisionTower):
     """`pixel_values` of an image is `[tiles, 3, image_size, image_size]`."""
 
     prefixes = ("vision_tower.", "multi_modal_projector.")
+    names: ClassVar[LayerNames] = _NAMES
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)
         if config.get("vision_feature_select_strategy", "default") != "default":
             raise ValueError('vision_feature_select_strategy: InternVL is supported with "default" only')
-        self.encoder = InternViT(config, weights)
+        self.encoder = InternViT(config, weights, names=self.names)
         self.merge = round(1 / config.get("downsample_ratio", 0.5))
         self.patches_per_embed = self.merge**2
         size = self.encoder.hidden_size * self.merge**2
@@ -117,3 +121,26 @@ class InternVLTower(VisionTower):
         merged = merge_patches(features.unflatten(1, (self.encoder.side, -1)), self.merge)
         embeddings = self.projector(self.norm(merged.flatten(0, 1)))
         return list(embeddings.split([count * merged.shape[1] for count in tiles]))
+
+
+class QianfanOCRTower(InternVLTower):
+    """InternVL's, in files with the names that InternVL's own code has."""
+
+    prefixes = ("vision_model.", "mlp1.")
+    names = LayerNames("norm1", "attn", ("qkv",), "proj", "norm2", scales=("ls1", "ls2"))
+
+    def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(config | {"vision_config": {"attention_bias": True} | config["vision_config"]}, weights)
+        rename_parts(
+            self,
+            {
+                "vision_tower.encoder.layer.": "vision_model.encoder.layers.",
+                "vision_tower.embeddings.cls_token": "vision_model.embeddings.class_embedding",
+                "vision_tower.embeddings.patch_embeddings.projection.": "vision_model.embeddings.patch_embedding.",
+                "vision_tower.embeddings.position_embeddings": "vision_model.embeddings.position_embedding",
+                "vision_tower.": "vision_model.",
+                "multi_modal_projector.layer_norm.": "mlp1.0.",
+                "multi_modal_projector.linear_1.": "mlp1.1.",
+                "multi_modal_projector.linear_2.": "mlp1.3.",
+            },
+        )

@@ -24,6 +24,7 @@ from quire.worker.transformer.vision.layers import (
     merge_patches,
     named,
     num_used_layers,
+    rename_parts,
 )
 from quire.worker.transformer.vision.tower import VisionTower
 
@@ -169,14 +170,12 @@ class MistralLarge4Tower(Mistral3Tower):
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config | {"vision_config": self.defaults | config["vision_config"]}, weights)
+        rename_parts(self, _LARGE4_NAMES)
         rows = RotaryRows(self.encoder.head_dim, self.encoder.head_dim, interleaved=True)
-        for parameter in self.parameters():
-            parameter.parts = [_as_in_files(part, rows) for part in parameter.parts]
+        for parameter in self.encoder.parameters():
+            parameter.parts = [_halves(part, rows) for part in parameter.parts]
 
 
-def _as_in_files(part: Part, rows: RotaryRows) -> Part:
-    """Return `part` under its name in Mistral's files; `rows` is the view of those of q and k."""
-    name = part.name
-    for ours, theirs in _LARGE4_NAMES.items():
-        name = name.replace(ours, theirs)
-    return replace(part, name=name, view=rows if re.search(r"attention\.w[qk]\.", name) else part.view)
+def _halves(part: Part, rows: RotaryRows) -> Part:
+    """Return `part`, with `rows` as the view of those of q and k."""
+    return replace(part, view=rows if re.search(r"attention\.w[qk]\.", part.name) else part.view)

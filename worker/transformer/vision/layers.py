@@ -4,9 +4,9 @@ as one matrix: T patches of all images, C = hidden size of the encoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -60,6 +60,13 @@ def table(name: str, *shape: int) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
     parameter.parts = [Part(name, shape)]
     return parameter
+
+
+def rename_parts(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Replace parts of the names of the checkpoint's tensors, one after another."""
+    for parameter in module.parameters():
+        renamed = (reduce(lambda name, pair: name.replace(*pair), names.items(), part.name) for part in parameter.parts)
+        parameter.parts = [replace(part, name=name) for part, name in zip(parameter.parts, renamed)]
 
 
 class PatchEmbedding(ColumnParallelLinear):
