@@ -72,13 +72,14 @@ _CPU_FLAGS = {
 
 
 # Why there is no level
-NO_LEVEL = "the CPU lacks AVX2 or NEON, or the system is neither Linux nor macOS on Arm"
+NO_LEVEL = "the CPU lacks AVX2 or NEON, or the system is neither Linux nor macOS on Arm, or has 32 bits"
 LINE_INTERVAL = 5.0  # seconds between lines about a build
 Report = Callable[[str, int, int], None]
 LINK_FLAGS = ["-shared", "-pthread", "-s"]
 # The system whose wheels may hold the libraries, and the newest symbol versions that it has.
 MANYLINUX = "manylinux_2_28"
 _OLDEST_SYSTEM = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+_COMPILER_BYTES = 3 << 28  # that a compiler of the largest file takes
 BUSY = 75  # exit status: another process is building this library
 
 
@@ -156,6 +157,8 @@ def machine() -> str | None:
     """Return the kind of this machine, as in names of wheels, or None if there are no levels for it (or for its
     system).
     """
+    if sys.maxsize < 2**32:  # 32-bit programs on a kernel of 64 bits, as on a Raspberry Pi
+        return None
     found = _NAMES_OF_MACHINES.get(platform.machine())
     systems = {"x86_64": ("linux",), "aarch64": ("linux", "darwin")}
     return found if sys.platform in systems.get(found, ()) else None
@@ -368,9 +371,7 @@ def _compile(cxx: str, level: str, work: Path, target: Path, report: Report | No
     objects = {work / f"{source.stem}.o": source for source in sorted(SOURCES.glob("*.cpp"))}
     if report is not None:
         report(level, 0, len(objects))
-    # One compiler per core: with more, a background build takes most of a small machine despite its low priority.
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with ThreadPoolExecutor(num_cores) as pool:
+    with ThreadPoolExecutor(_num_compilers()) as pool:
         made = [pool.submit(make, out, *options, "-c", str(objects[out])) for out in objects]
         for num_done, future in enumerate(as_completed(made), start=1):
             if future.exception() is not None:
@@ -379,6 +380,28 @@ def _compile(cxx: str, level: str, work: Path, target: Path, report: Report | No
             if report is not None:
                 report(level, num_done, len(made))
     make(target, *LINK_FLAGS, *map(str, objects))
+
+
+def _num_compilers(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many compilers may run at once: one per core, since more would slow down the server that waits for
+    them, and as many as the memory holds. `cgroup` has a container's limits.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    v1 = cgroup / "cpu"
+    words = _words(cgroup / "cpu.max") or [*_words(v1 / "cpu.cfs_quota_us"), *_words(v1 / "cpu.cfs_period_us")]
+    if len(words) == 2 and words[0].isdigit():  # else "max", or -1
+        cores = min(cores, int(words[0]) // int(words[1]))
+    for limit in (*_words(cgroup / "memory.max"), *_words(cgroup / "memory/memory.limit_in_bytes")):
+        memory = min(memory, int(limit)) if limit.isdigit() else memory
+    return max(1, min(cores, memory // _COMPILER_BYTES))
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:  # another version of control groups, or another system
+        return []
 
 
 def build_kernels(

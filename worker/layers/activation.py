@@ -14,7 +14,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     https://arxiv.org/abs/2002.05202).
     """
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def clamped_silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

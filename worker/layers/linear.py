@@ -95,8 +95,9 @@ def empty_parameter(*shape: int, parts: list[Part], dtype: torch.dtype | None = 
 
 
 # minimum rows for which upcasting the weight to float32 beats the emulated 16-bit matmul
-_WIDEN_ROWS = 16
-_PIECE = 1 << 22  # elements of a weight that are upcast at a time: 16 MiB
+_WIDEN_ROWS = 6
+_MANY_ROWS = 16  # for which a larger piece saves more than one in the core's cache
+_PIECE, _CACHED_PIECE = 1 << 22, 1 << 17  # elements of a weight that are upcast at a time: 16 MiB, 512 KiB
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,12 +111,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         return (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0]))[None]
     if len(x) < _WIDEN_ROWS or multiplies(x.dtype):
         return F.linear(x, weight, bias)
-    step, wide = max(1, _PIECE // weight.shape[1]), x.float()
-    out = x.new_empty(len(x), len(weight))
+    step = max(1, (_PIECE if len(x) >= _MANY_ROWS else _CACHED_PIECE) // weight.shape[1])
+    wide, out = x.float(), x.new_empty(len(x), len(weight))
+    piece = torch.empty(min(step, len(weight)), weight.shape[1], dtype=torch.float32)
     for i in range(0, len(weight), step):
-        out[:, i : i + step] = F.linear(
-            wide, weight[i : i + step].float(), None if bias is None else bias[i : i + step].float()
-        )
+        upcast = piece[: len(weight) - i].copy_(weight[i : i + step])
+        out[:, i : i + step] = F.linear(wide, upcast, None if bias is None else bias[i : i + step].float())
     return out
 
 

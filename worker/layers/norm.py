@@ -23,10 +23,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     Computes in float32 and rounds to x's dtype before a weight of that dtype, after a float32 weight.
     """
     x32 = x.float()
-    normed = x32 * rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    scale = rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    # in place where it is a copy: on a CPU new memory costs as much as the product
+    normed = x32 * scale if x32 is x else x32.mul_(scale)
     if weight is None or weight.dtype == x.dtype:
-        return normed.to(x.dtype) if weight is None else weight * normed.to(x.dtype)
-    return (weight * normed).to(x.dtype)
+        return normed.to(x.dtype) if weight is None else normed.to(x.dtype).mul_(weight)
+    return normed.mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(

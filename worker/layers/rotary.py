@@ -96,7 +96,8 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """
     cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
     first, second = x.float().chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    halves = (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
+    return torch.cat(halves, -1).to(x.dtype)
 
 
 def inverse_frequencies(

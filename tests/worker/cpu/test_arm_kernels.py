@@ -68,6 +68,7 @@ class _Libc:
         (1 << 1 | 1 << 20, 1 << 13, ["i8mm", "dotprod", "neon"]),
         (1 << 1 | 1 << 20, 1 << 14, ["dotprod", "neon"]),
         (1 << 1 | 1 << 20, 1 << 13 | 1 << 14, ["bf16", "i8mm", "dotprod", "neon"]),  # Neoverse V1
+        (1 << 1 | 1 << 20, 0x1A03F986181, ["bf16", "i8mm", "dotprod", "neon"]),  # Apple M4 in a VM: SME without SVE
     ],
 )
 def test_levels_of_linux(monkeypatch, first, second, levels):
@@ -96,6 +97,13 @@ def test_levels_of_macos(monkeypatch, features, levels):
 def test_other_machines_have_no_level(monkeypatch, machine, system):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(sys, "platform", system)
+    assert build.cpu_levels() == [] and build.choose_level() == (None, build.NO_LEVEL)
+
+
+def test_programs_of_32_bits_have_no_level(monkeypatch):
+    """A Raspberry Pi with a kernel of 64 bits and a system of 32, whose bits of AT_HWCAP mean something else."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(sys, "maxsize", 2**31 - 1)
     assert build.cpu_levels() == [] and build.choose_level() == (None, build.NO_LEVEL)
 
 

@@ -186,7 +186,7 @@ def test_a_builder_that_is_killed_leaves_nothing_for_long(fake_compiler, tmp_pat
     poll(
         lambda: (
             len(list(cache.glob(".build-*/tmp.*")))
-            == min(len(os.sched_getaffinity(0)), len(list(build.SOURCES.glob("*.cpp"))))
+            == min(build._num_compilers(), len(list(build.SOURCES.glob("*.cpp"))))
         )
     )
     os.killpg(builder.pid, signal.SIGKILL)  # as an engine's group is, with the server
@@ -217,6 +217,36 @@ def test_a_builder_goes_on_where_the_last_one_was_killed(fake_compiler, monkeypa
     path = build.build(build.cpu_level(), build.cache_folder())
     assert compiled[:-1] == sorted(map(str, build.SOURCES.glob("*.cpp"))) and path.exists()  # each once, then the link
     assert sorted(path.suffix for path in path.parent.iterdir()) == [".lock", ".so"]
+
+
+@pytest.mark.parametrize(
+    ("files", "compilers"),
+    [
+        ({}, 16),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, 16),
+        ({"cpu.max": "250000 100000"}, 2),  # docker run --cpus 2.5
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "765000", "cpu/cpu.cfs_period_us": "100000"}, 7),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),
+        ({"memory.max": str(2 << 30)}, 2),
+        ({"memory/memory.limit_in_bytes": str(1 << 28)}, 1),
+        ({"cpu.max": "400000 100000", "memory.max": str(64 << 30)}, 4),
+    ],
+)
+def test_a_container_gets_as_many_compilers_as_it_has_cores_and_memory(monkeypatch, tmp_path, files, compilers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 65536, "SC_PHYS_PAGES": 1 << 20}[name])  # 64 GiB
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert build._num_compilers(tmp_path) == compilers
+
+
+def test_a_small_machine_gets_fewer_compilers(monkeypatch, tmp_path):
+    """A Raspberry Pi of four cores and 1 GiB."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 18}[name])
+    assert build._num_compilers(tmp_path) == 1
 
 
 def test_a_failing_compiler_is_reported_and_torch_goes_on_serving(fake_compiler, caplog):

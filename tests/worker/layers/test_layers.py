@@ -110,11 +110,12 @@ def test_norms(tokens, size, dtype, magnitude):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 15, 16, 70])
+@pytest.mark.parametrize("tokens", [1, 5, 6, 15, 16, 70])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_product_where_the_cpu_multiplies_no_halves(monkeypatch, tokens, dtype, has_bias):
     monkeypatch.setattr(linear, "multiplies", lambda dtype: False)
     monkeypatch.setattr(linear, "_PIECE", 1000)  # 20 rows of the weight, and a remainder
+    monkeypatch.setattr(linear, "_CACHED_PIECE", 350)
     torch.manual_seed(tokens)
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((tokens, 50), (90, 50), (90,)))
     want = F.linear(x.double(), weight.double(), bias.double() if has_bias else None).to(dtype)
