@@ -26,7 +26,7 @@ REACHED = 0.85  # share of the data sheet's bandwidth, in a decode step
 MATMUL_REACHED = 0.65  # share of the data sheet's rate, in large products
 GAP_IN_GRAPH, GAP_OUTSIDE = 1.0e-6, 5.0e-6  # seconds per kernel of a graph, and per call of the host
 # launches of tests/worker/cuda/test_launches.py: outside the graph, and per layer inside it
-OUTSIDE, DENSE_LAYER, EXPERTS_LAYER, AROUND_LAYERS = 8, 9, 12, 2
+OUTSIDE, DENSE_LAYER, EXPERTS_LAYER, AROUND_LAYERS = 7, 9, 12, 2
 BYTES = 2  # bfloat16
 
 

@@ -378,12 +378,9 @@ class ModelRunner:
             # Start the copy before writing the table, so that work of the next step does not delay it.
             token_ids, logprobs = self.platform.to_host(sampled.token_ids), sampled.logprobs
             errors |= self._sampling_errors(batch, sampled) if sampled.errors else {}
-            self.table.append(
-                batch.sampling.rows_tensor,
-                batch.sampling.positions_tensor,
-                sampled.token_ids,
-                batch.max_seq_len,
-            )
+            if not sampled.appended:
+                rows = batch.sampling.rows_tensor, batch.sampling.positions_tensor
+                self.table.append(*rows, sampled.token_ids, batch.max_seq_len)
             self.stage.send_token_ids(sampled.token_ids)
             if batch.drafts and self.spare_states is not None:
                 self.spare_states.keep(batch, sampled.token_ids, self.platform)

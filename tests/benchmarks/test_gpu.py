@@ -151,6 +151,12 @@ def test_the_parts_of_a_set_fit_its_time():
         assert 150 < seconds <= total - 10, seconds
 
 
+def test_the_tests_that_the_script_names_exist():
+    text = (ROOT / "benchmarks" / "gpu.sh").read_text()
+    (file,) = re.findall(r"tests.?/worker/(tests/\S+\.py)", text)
+    assert "takes_all_memory" in (ROOT / file).read_text()
+
+
 def test_every_kind_is_compared_with_a_peer():
     text = (ROOT / "benchmarks" / "gpu.sh").read_text()
     pairs = [pair.split(":") for pair in re.search(r'pairs=\$\{PAIRS:-"([^"]+)"', text)[1].split()]
@@ -167,7 +173,7 @@ def test_a_comparison_goes_on_where_the_last_call_stopped(tmp_path):
     outputs = []
     for _ in range(2):
         command = ["bash", "benchmarks/gpu.sh", "--peers", "--smoke"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
         outputs.append(done.stdout)
     assert "== vllm tiny:one" in outputs[0] and "==" not in outputs[1]
@@ -207,7 +213,7 @@ def test_everything_runs_on_a_cpu(tmp_path):
     (tmp_path / "out").mkdir()
     for flags in ("--smoke",), ("--more", "--smoke"):
         command = ["bash", "benchmarks/gpu.sh", *flags]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
     parts = ["ceilings", "steps tiny", "http tiny", "products", "offline tiny", "files tiny", "attention", "mixed tiny"]

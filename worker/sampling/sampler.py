@@ -49,6 +49,7 @@ class Sampled:
     token_ids: torch.Tensor
     logprobs: list[RowLogprobs]
     errors: dict[int, str] = field(default_factory=dict)  # by sampling row
+    appended: bool = False  # whether the token table has them
 
 
 class SamplingRows:
@@ -167,7 +168,7 @@ class Sampler:
         for processor in active:
             processor.apply(logits, batch)
         masks.end(logits)
-        token_ids = self.choose(logits, batch)
+        token_ids = self.choose(logits, batch, self.table.token_table)
         self.chains.accept(token_ids, batch)
         size = max(1, _LOGPROBS_ELEMENTS // logits.shape[1])
         logprobs = []
@@ -175,7 +176,7 @@ class Sampler:
             for part in (slice(i, i + size) for i in range(0, len(which), size)):
                 copies = raw[key][part] if key in raw else None
                 logprobs.append(self._row_logprobs(key, which[part], copies, logits, token_ids, batch))
-        return Sampled(token_ids, logprobs, masks.errors)
+        return Sampled(token_ids, logprobs, masks.errors, self.fused is not None)
 
     def only_argmax(self, batch: SamplingBatch) -> bool:
         """Return whether the step needs only the argmax of each row."""
@@ -195,15 +196,17 @@ class Sampler:
             and not self.grammars.needed(batch)
         )
 
-    def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Return the token of each row of processed logits, int64 `[S]`; -1 if none is possible."""
+    def choose(self, logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the token of each row of processed logits, int64 `[S]`; -1 if none is possible. The fused sampler
+        stores it in the token table `tokens`, too, if given.
+        """
         params, rows = self.params, batch.rows
         native = self.platform.ops.sample(logits, batch.rows_tensor, batch.positions_tensor, params.floats, params.ints)
         if native is not None:
             return native
         if self.fused:
             tables = params.tables() if params.any_filter(rows) else params.tables()[:2]
-            return self.fused(logits, batch.rows_tensor, batch.positions_tensor, *tables)[1]
+            return self.fused(logits, batch.rows_tensor, batch.positions_tensor, *tables, tokens=tokens)[1]
         if not params.random or params.random.isdisjoint(rows):
             values, token_ids = sampling_math.best(logits)
             return torch.where(values.isfinite(), token_ids, -1)

@@ -18,7 +18,7 @@ from tests.helpers.worker.launches import Launches, count, per_layer
 
 MIXED = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
 GREEDY = SamplingParams(temperature=0.0)
-OUTSIDE = 9
+OUTSIDE = 8
 
 
 @pytest.mark.slow
@@ -46,8 +46,8 @@ def test_a_decode_step_takes_few_launches(name, batch, sampling, layer):
     assert step.inside.total() - 3 * of_layer.total() <= 3, step.inside
 
 
-# launches of a step of seven requests outside the graph beyond those of its inputs, graph, head, tokens to the host and
-# into the table: one samples
+# launches of a step of seven requests outside the graph beyond those of its inputs, graph, head and tokens to the host:
+# one samples and stores the tokens
 KINDS = [
     ({}, 1),
     ({"temperature": 0.7, "seed": 1}, 1),
@@ -65,7 +65,7 @@ KINDS = [
 @pytest.mark.parametrize("parameters, more", KINDS, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x))
 def test_what_a_request_asks_of_logits_takes_few_launches(parameters, more):
     step = count("llama3", 7, 1, SamplingParams(**{"temperature": 0.0} | parameters))
-    assert step.outside.total() <= 7 + more, step.outside
+    assert step.outside.total() <= 6 + more, step.outside
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])

@@ -109,7 +109,7 @@ def missing(folder: str, adapters=None, **settings) -> tuple[set, set]:
         ("llama3", {}),
         ("qwen3-moe", {"kv_cache_dtype": "int8"}),
         ("qwen3", {"quantization": "int4"}),
-        ("qwen3", {"quantization": "fp8"}),
+        ("qwen3", {"quantization": "int8"}),
         ("gpt-oss", {}),
         ("qwen3_next", {"enforce_eager": True}),
         ("deepseek-v3", {"enforce_eager": True}),

@@ -75,7 +75,7 @@ def multiply_groups(
     """
     n, k = len(weight.values), x.shape[1]
     out = x.new_empty(len(x), n)
-    grid, tile = _grid(len(x), n, fixed_order, wide=True)
+    grid, tile = _grid(len(x), n, fixed_order, weight.bits)
     splits = _splits(x, grid, tile, weight.bits / 8, 1 if fixed_order else num_splits)
     _groups_kernel[(*grid, splits.num)](
         x, *weight.tensors, bias, out, splits.partial, splits.counters, len(x), n, k, -(-k // 2), x.stride(0),
@@ -121,17 +121,17 @@ def multiply_blocks(
     )  # fmt: skip
 
 
-def _grid(num_rows: int, num_columns: int, many: bool, wide: bool = False) -> tuple[tuple[int, int], dict[str, int]]:
+def _grid(num_rows: int, num_columns: int, many: bool, bits: int = 0) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid and tiles for a number of rows; with `many`, the tiles of more than `SOME_ROWS`.
 
     Each program reads all inputs, from the L2 cache: with 16 outputs and 16 rows they are twice the bytes of 8-bit
-    weights. Tiles of few rows are `wide` where dequantizing takes few registers.
+    weights. So tiles of few rows are wider for groups of `bits`, which take fewer registers than blocks (0).
     """
     if num_rows <= FEW_ROWS and not many:  # memory-bound: more bytes in flight
-        rows, columns, depth, stages, warps = 16, 32 if wide else 16, 128, 4, 4
+        rows, columns, depth, stages, warps = 16, 32 if bits else 16, 128, 4, 4
     elif num_rows <= SOME_ROWS and not many:  # still memory-bound: narrow tiles, enough for all multiprocessors
         rows = 32 if num_rows <= 32 else 64
-        columns, depth, stages, warps = 32, 128 if wide and rows == 32 else 64, 4, 4
+        columns, depth, stages, warps = 32, 128 if bits == 8 and rows == 32 else 64, 4, 4
     else:
         rows, columns, depth, stages, warps = 64, 64, 32, 3, 4
     grid = triton.cdiv(num_columns, columns), triton.cdiv(num_rows, rows)

@@ -122,15 +122,20 @@ def _unfiltered_token(
 
 
 @triton.jit
-def _store_result(values, token_ids, i, token, maximum, has_nan):
+def _store_result(values, token_ids, tokens, i, row, position, length, tokens_stride, token, maximum, has_nan):
+    """Store the token of a sampling row, also in the row `tokens` of its request, as `Ops.append_tokens` does."""
     tl.store(values + i, tl.where(has_nan, float("nan"), maximum))
-    tl.store(token_ids + i, tl.where(has_nan | (tl.abs(maximum) == float("inf")), -1, token))
+    token = tl.where(has_nan | (tl.abs(maximum) == float("inf")), -1, token)
+    tl.store(token_ids + i, token)
+    if tokens is not None:
+        stored = tl.maximum(token, 0).to(tokens.dtype.element_ty)
+        tl.store(tokens + row * tokens_stride + position, stored, mask=position < length)
 
 
 @triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _sample_kernel(
-    logits, rows, positions, temperatures, states, tile_max, tile_index, tile_sum, counters, values, token_ids,
-    row_stride, size, num_tiles, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, rows, positions, temperatures, states, tile_max, tile_index, tile_sum, counters, values, token_ids, tokens,
+    row_stride, size, num_tiles, length, tokens_stride, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
@@ -142,7 +147,8 @@ def _sample_kernel(
             logits + i * row_stride, tile_index + i * num_tiles, tile_sum + i * num_tiles, maxima, maximum,
             temperature, states + row, positions + i, size, num_tiles, TILE, BLOCK,
         )  # fmt: skip
-        _store_result(values, token_ids, i, token, maximum, has_nan)
+        position = tl.load(positions + i)
+        _store_result(values, token_ids, tokens, i, row, position, length, tokens_stride, token, maximum, has_nan)
 
 
 @triton.jit
@@ -308,7 +314,7 @@ def _filtered_token(
 @triton.jit(do_not_specialize_on_alignment=_ANYWHERE)
 def _choose_kernel(
     logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, tile_max, tile_index, tile_sum,
-    indices, weights, values, token_ids, row_stride, size, num_tiles,
+    indices, weights, values, token_ids, tokens, row_stride, size, num_tiles, length, tokens_stride,
     TILE: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
@@ -328,7 +334,8 @@ def _choose_kernel(
             logits + i * row_stride, tile_index + i * num_tiles, tile_sum + i * num_tiles, maxima, maximum,
             temperature, states + row, positions + i, size, num_tiles, TILE, BLOCK,
         )  # fmt: skip
-    _store_result(values, token_ids, i, token, maximum, has_nan)
+    position = tl.load(positions + i)
+    _store_result(values, token_ids, tokens, i, row, position, length, tokens_stride, token, maximum, has_nan)
 
 
 def sample(
@@ -340,34 +347,37 @@ def sample(
     top_ks: torch.Tensor | None = None,
     top_ps: torch.Tensor | None = None,
     min_ps: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (largest value `[S]` float32, sampled token `[S]` int64) of each row of logits `[S, V]`, float32 or
     of 16 bits. The value is NaN if any logit is NaN; if the value is not finite, the token is -1.
 
     rows and positions are `[S]` int64. The other arguments are tables that `rows` index: temperatures float32 (0:
     greedy, the first of the largest logits), states int64 (`sampling_math.seed_state`) and, unless no row of the batch
-    has a filter, top_ks int64 (0: off), top_ps float64 (1: off) and min_ps float32 (0: off).
+    has a filter, top_ks int64 (0: off), top_ps float64 (1: off) and min_ps float32 (0: off). The token is also stored
+    in the token table `tokens`, if given, in its row at its position.
     """
     num_rows, size = logits.shape
     if num_rows > COUNTERS:
         filters = () if top_ks is None else (top_ks, top_ps, min_ps)
         parts = zip(*(x.split(COUNTERS) for x in (logits, rows, positions)))
-        values, token_ids = zip(*(sample(*part, temperatures, states, *filters) for part in parts))
+        values, token_ids = zip(*(sample(*part, temperatures, states, *filters, tokens=tokens) for part in parts))
         return torch.cat(values), torch.cat(token_ids)
     num_tiles = triton.cdiv(size, TILE)
     tile_max, tile_sum = logits.new_empty(2, num_rows, num_tiles, dtype=torch.float32)
     tile_index = logits.new_empty(num_rows, num_tiles, dtype=torch.int32)
     values, token_ids = (logits.new_empty(num_rows, dtype=dtype) for dtype in (torch.float32, torch.int64))
     partial, sizes = (tile_max, tile_index, tile_sum), (logits.stride(0), size, num_tiles)
+    table = (0, 0) if tokens is None else (tokens.shape[1], tokens.stride(0))
     block = max(16, triton.next_power_of_2(num_tiles))
     if top_ks is None:
         _sample_kernel[(num_rows, num_tiles)](
             logits, rows, positions, temperatures, states, *partial, counters_of(logits.device), values, token_ids,
-            *sizes, TILE=TILE, BLOCK=block, num_warps=8)  # fmt: skip
+            tokens, *sizes, *table, TILE=TILE, BLOCK=block, num_warps=8)  # fmt: skip
         return values, token_ids
     indices, weights = (logits.new_empty(num_rows, CANDIDATES, dtype=dtype) for dtype in (torch.int32, torch.float32))
     _tiles_kernel[(num_rows, num_tiles)](logits, rows, temperatures, *partial, *sizes, TILE=TILE, num_warps=8)
     _choose_kernel[(num_rows,)](
         logits, rows, positions, temperatures, states, top_ks, top_ps, min_ps, *partial, indices, weights, values,
-        token_ids, *sizes, TILE=TILE, BLOCK=block, CANDIDATES=CANDIDATES, num_warps=8)  # fmt: skip
+        token_ids, tokens, *sizes, *table, TILE=TILE, BLOCK=block, CANDIDATES=CANDIDATES, num_warps=8)  # fmt: skip
     return values, token_ids

@@ -12,6 +12,7 @@ from quire.worker.cpu.native import KERNELS
 from quire.worker.cuda.kernels import triton_sampler, triton_split
 from quire.worker.messages import SamplingParams
 from quire.worker.platforms.base import TORCH
+from quire.worker.platforms.ops import Ops
 from quire.worker.sampling import arithmetic as sampling_math
 from tests.helpers.worker.interpreter import needs_loops
 from tests.worker.sampling.test_sampler import make_batch, make_sampler
@@ -115,6 +116,23 @@ def test_agrees_with_the_twin_and_with_itself_in_any_company():
     assert alone.tolist() == tokens[5:6].tolist()
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_tokens_are_appended_to_the_table(filtered):
+    """As `Ops.append_tokens` does: nothing at the end of a row, and 0 for a row without a token."""
+    rows, temperature, state = tables([0.0, 0.9, 0.0], range(3))
+    logits = torch.randn(3, 150, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    logits[2] = float("-inf")
+    num = len(temperature)
+    filters = torch.zeros(num, dtype=torch.int64), torch.full((num,), 0.8).double(), torch.zeros(num)
+    filters = [table.to(DEVICE) for table in filters] if filtered else []
+    for positions in ([4, 0, 7], [8, 5, 0]):
+        positions = torch.tensor(positions).to(DEVICE)
+        got, want = (torch.full((num, 8), 9, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        _, token_ids = triton_sampler.sample(logits, rows, positions, temperature, state, *filters, tokens=got)
+        Ops().append_tokens(want, rows, positions, token_ids, 8)
+        assert torch.equal(got, want) and token_ids[2] == -1
+
+
 def test_counters_are_zero_again_and_many_rows_take_them_in_turn(monkeypatch):
     logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(2))
     temperatures, seeds, positions = [0.0, 0.9, 1.0, 0.0, 2.0, 0.5, 1.0], list(range(7)), list(range(7))
@@ -202,10 +220,15 @@ def compare(size, params, generator, positions=None):
     """The fused sampler's tokens and the twin's; on a GPU, whose exponential is another, few may differ."""
     plain, fused = make_sampler(size, params), make_sampler(size, params)
     calls = []
-    fused.fused = lambda *args: (calls.append(len(args)), triton_sampler.sample(*(x.to(DEVICE) for x in args)))[1]
-    if DEVICE == "cuda":
-        kernel = fused.fused
-        fused.fused = lambda *args: tuple(x.cpu() for x in kernel(*args))
+
+    def sample_on_device(*args, tokens):
+        calls.append(len(args))
+        table = tokens.to(DEVICE)
+        found = triton_sampler.sample(*(x.to(DEVICE) for x in args), tokens=table)
+        tokens.copy_(table)
+        return tuple(x.to("cpu") for x in found)
+
+    fused.fused = sample_on_device
     rows = list(range(len(params)))
     batch = make_batch(rows, positions or [7 + 3 * row for row in rows])
     logits = random_logits(len(rows), size, generator)
