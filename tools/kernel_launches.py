@@ -147,10 +147,11 @@ def sampler() -> None:
     triton_logits.exclude_by_bitmask(torch.zeros(3, 151936), rows, torch.zeros(3, 4748, dtype=torch.int32))
     filters = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.float64), torch.zeros(8)
     for dtype in (torch.float32, torch.bfloat16):
-        triton_sampler.sample(torch.zeros(3, 151936, dtype=dtype), rows, rows, *tables)
-        triton_sampler.sample(torch.zeros(3, 151936, dtype=dtype), rows, rows, *tables, *filters)
+        logits, tokens = torch.zeros(3, 151936, dtype=dtype), torch.zeros(8, 4096, dtype=torch.int32)
+        triton_sampler.sample(logits, rows, rows, *tables, tokens=tokens)
+        triton_sampler.sample(logits, rows, rows, *tables, *filters, tokens=tokens)
     logits, best = torch.zeros(3, 151936), (torch.zeros(3, 20), torch.zeros(3, 20, dtype=torch.int64))
-    triton_logits.penalize(logits, torch.zeros(8, 4096, dtype=torch.int32), torch.stack([rows] * 5), logits[:, :3])
+    triton_logits.penalize(logits, tokens, torch.stack([rows] * 5), logits[:, :3])
     for some in (best, None):
         triton_logits.logprobs(logits, rows, some, normalize=True)
 
