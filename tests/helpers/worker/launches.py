@@ -27,7 +27,7 @@ from quire.worker.cache import allocation as kv_cache
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cuda.install import TritonOps
 from quire.worker.cuda.triton_backend import TritonPagedBackend
-from quire.worker.layers import linear, moe
+from quire.worker.layers import linear, moe, onednn
 from quire.worker.limits import resolve_limits
 from quire.worker.messages import SamplingParams, StepInput
 from quire.worker.model_runner import ModelRunner
@@ -75,7 +75,8 @@ class Launches(TorchDispatchMode):
 
         # a GPU multiplies in 16 bits, whatever this CPU does
         multiplies = mock.patch.object(linear, "multiplies", lambda dtype: True)
-        with mock.patch.object(interpreter.GridExecutor, "__call__", launch), multiplies, self:
+        plain = mock.patch.object(onednn, "_takes_arranged", lambda: False)
+        with mock.patch.object(interpreter.GridExecutor, "__call__", launch), multiplies, plain, self:
             yield
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
