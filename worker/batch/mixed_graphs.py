@@ -81,7 +81,7 @@ class _Cut(StepBackend):
         facts = call.scale, call.sliding_window, call.soft_cap, call.sinks
 
         def run(meta: AttentionMetadata, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-            return meta.backend.attend(AttentionCall(inputs[0], k_cache, v_cache, meta, *facts, out))
+            return meta.backend.attend(AttentionCall(inputs[0], k_cache, v_cache, meta, *facts, out=out))
 
         return self._take("attention", run, (call.q,), (call.q.shape[1], v_cache.shape[3]), call.q.dtype)
 
