@@ -217,14 +217,14 @@ def _matrices(
     if not (experts or is_target(module, config)):
         raise ValueError(f"{WEIGHTS} has matrices of {module}, which target_modules of {CONFIG} does not name")
     a, b = (tensors[sides[side]] for side in "AB")
-    rank = _of_pattern(module, config.get("rank_pattern"), config["r"])
+    rank = _pattern_value(module, config.get("rank_pattern"), config["r"])
     for side, tensor in (("A", a), ("B", b)):
         if tensor.dtype not in _TYPES:
             raise ValueError(f"{sides[side]!r} has type {tensor.dtype}; supported: {', '.join(_TYPES)}")
     fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
     if not fits or (a.shape[0] % rank if experts else a.shape[0] != rank):
         raise ValueError(f"the matrices of {module} have shapes {a.shape} and {b.shape}, but rank {rank}")
-    alpha = float(_of_pattern(module, config.get("alpha_pattern"), config["lora_alpha"]))
+    alpha = float(_pattern_value(module, config.get("alpha_pattern"), config["lora_alpha"]))
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     number = a.shape[0] // rank if experts else None
     return LoraMatrices(sides["A"], sides["B"], rank, a.shape[1], b.shape[0], scale, number)
@@ -239,7 +239,7 @@ def _parameter_holder(module: str, config: Mapping[str, Any]) -> bool:
     return module.endswith(".experts") and any(module == one or module.endswith(f".{one}") for one in holders)
 
 
-def _of_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
+def _pattern_value(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """Return the value of the first pattern that fits the end of a module's name, as PEFT reads rank_pattern."""
     for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):

@@ -64,11 +64,11 @@ def _read(file: GgufFile) -> LoraFiles:
             raise ValueError(f"the adapter has matrices for {weight}, which is not supported")
         swapped = architecture.swapped and module.endswith((".q_proj", ".k_proj"))
         a, b = file.tensors[sides["a"]], file.tensors[sides["b"]]
-        modules.update(_of_module(module, a, b, (sides["a"], sides["b"]), float(alpha), swapped))
+        modules.update(_module_tensors(module, a, b, (sides["a"], sides["b"]), float(alpha), swapped))
     return LoraFiles(file.path.parent, modules, max(one.rank for one in modules.values()), None, is_gguf=True)
 
 
-def _of_module(
+def _module_tensors(
     module: str, a: GgufTensor, b: GgufTensor, names: tuple[str, str], alpha: float, swapped: bool
 ) -> Iterator[tuple[str, LoraMatrices]]:
     stack = is_stack(f"{module}.")

@@ -19,7 +19,7 @@ def model_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
     Raises ValueError naming the file if its content is no template.
     """
     in_files = _in_files(folder)
-    legacy = _of_json(folder / "chat_template.json")
+    legacy = _json_templates(folder / "chat_template.json")
     of_tokenizer = _named(tokenizer_config.get("chat_template"), folder / "tokenizer_config.json")
     if not any((folder / name).is_file() for name in _PROCESSORS):
         return in_files or of_tokenizer or legacy
@@ -28,7 +28,7 @@ def model_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
             f"{folder} has both chat_template.json and additional_chat_templates, of which transformers takes neither: "
             "remove one, or set --chat-template"
         )
-    return _of_json(folder / "processor_config.json") or legacy or in_files or of_tokenizer
+    return _json_templates(folder / "processor_config.json") or legacy or in_files or of_tokenizer
 
 
 def _in_files(folder: Path) -> dict[str, str]:
@@ -45,7 +45,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
-def _of_json(path: Path) -> dict[str, str]:
+def _json_templates(path: Path) -> dict[str, str]:
     """Return the templates under `chat_template` of a JSON file, none if there is no such file or key."""
     content = read_object(path)
     return _named(content.get("chat_template"), path)

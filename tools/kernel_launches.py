@@ -133,7 +133,7 @@ def step() -> None:
     """Return a step that decodes 256 requests with a context of 4096 and prefills a prompt."""
     buffers = InputBuffers(256, 8192, 256, torch.device("cpu"))
     for lengths in ([1] * 250, [1] * 250 + [4096]):
-        tensors = buffers.of_step(256, sum(lengths) + 256 - len(lengths), 256)
+        tensors = buffers.views_for_step(256, sum(lengths) + 256 - len(lengths), 256)
         num, tokens, table = len(lengths), torch.zeros(256, 4096, dtype=torch.int32), buffers.block_tables
         packed, sizes = torch.zeros(5 * num + 1, dtype=torch.int64), [num, num, num, num + 1, num]
         triton_step.fill_inputs(packed, sizes, tokens, table, 16, tensors, buffers.arange, max(lengths))

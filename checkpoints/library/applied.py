@@ -17,14 +17,14 @@ def entry_of(model: str) -> Entry | None:
     if os.path.exists(os.path.expanduser(model)):
         return None
     own = aliases.find(model)
-    below = _of_ollama(model if own is None else own.base)
+    below = _ollama_additions(model if own is None else own.base)
     if own is None:
         return below
     found = own if below is None else replace(own.over(below), base=own.base)
     return None if found.is_plain else found
 
 
-def _of_ollama(model: str) -> Entry | None:
+def _ollama_additions(model: str) -> Entry | None:
     """Return the additions by the layers of a model in Ollama's store, if the name stands for that model."""
     if os.path.exists(os.path.expanduser(model)):
         return None

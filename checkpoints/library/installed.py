@@ -32,7 +32,7 @@ class Installed:
 
 def installed() -> list[Installed]:
     """Return all models of this machine, the latest first. Raises ValueError if the file of own names is damaged."""
-    found = [*_of_hub(), *_of_packages(), *_of_stores()]
+    found = [*_hub_models(), *_packaged_models(), *_stored_models()]
     for name, entry in aliases.entries().items():
         known = next((one for one in found if one.name == entry.base), None)
         size, modified = (known.size, known.modified) if known else (0, aliases.path().stat().st_mtime)
@@ -64,7 +64,7 @@ def gguf_files(repository: CachedRepoInfo) -> dict[str, list[Path]]:
     return found
 
 
-def _of_hub() -> Iterator[Installed]:
+def _hub_models() -> Iterator[Installed]:
     for repository in repositories():
         files = gguf_files(repository)
         weights = [file for revision in repository.revisions for file in revision.files if not _is_gguf(file.file_name)]
@@ -82,7 +82,7 @@ def _is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def _of_packages() -> Iterator[Installed]:
+def _packaged_models() -> Iterator[Installed]:
     for name in packaged.MODELS:
         if packaged.cached(name) is not None:
             files = [path.stat() for path in (packaged.folder() / name).rglob("*") if path.is_file()]
@@ -90,7 +90,7 @@ def _of_packages() -> Iterator[Installed]:
             yield Installed(name, sum(status.st_size for status in files), modified, PACKAGE)
 
 
-def _of_stores() -> Iterator[Installed]:
+def _stored_models() -> Iterator[Installed]:
     for one in stores.stored():
         try:
             shards = [status.st_size for status in map(os.stat, _shards(one.path))]

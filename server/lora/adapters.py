@@ -174,7 +174,7 @@ class Adapters(Served):
     async def set_default_scales(self, scales: Sequence[LoraScale]) -> None:
         """Set the adapters of requests for the base model that name none. Raises BadRequest for an unknown id."""
         by_id = {adapter.id: adapter for adapter in self.loaded.values()}
-        self.default_scales = {self._of_id(one.id, by_id).name: one.scale for one in scales if one.scale}
+        self.default_scales = {self._find_by_id(one.id, by_id).name: one.scale for one in scales if one.scale}
 
 
 async def _load_into(client: EngineHandle, adapter: Adapter) -> None:

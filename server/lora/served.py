@@ -93,14 +93,14 @@ class Served:
             found = [(self.loaded.get(other), scale) for other, scale in self.default_scales.items()]
         else:
             by_id = {adapter.id: adapter for adapter in self.loaded.values()}
-            found = [(self._of_id(one.id, by_id), one.scale) for one in scales]
+            found = [(self._find_by_id(one.id, by_id), one.scale) for one in scales]
             if len({one.id for one in scales}) < len(scales):
                 raise BadRequest("lora: an id is given twice.", param="lora")
         chosen = [Chosen(adapter, scale) for adapter, scale in found if adapter is not None and scale]
         return _summed(chosen)
 
     @staticmethod
-    def _of_id(number: int, by_id: dict[int, Adapter]) -> Adapter:
+    def _find_by_id(number: int, by_id: dict[int, Adapter]) -> Adapter:
         if number not in by_id:
             raise BadRequest(f"lora: there is no adapter with the id {number}; see /lora-adapters.", param="lora")
         return by_id[number]

@@ -311,7 +311,7 @@ class Metrics(Collector):
         for key, count in list(self._http.items()):  # the event loop may add to it meanwhile
             http.add_metric(key, count)
         yield http
-        yield from self._of_keys()
+        yield from self._key_metrics()
         for prefix in self._prefixes:
             yield from self._gauges(prefix)
             yield from self.tiers.collect(prefix, self)
@@ -337,7 +337,7 @@ class Metrics(Collector):
                 family.add_metric(list(self.labels.values()), histogram.buckets(), histogram.total)
                 yield family
 
-    def _of_keys(self) -> Iterator[Any]:
+    def _key_metrics(self) -> Iterator[Any]:
         counts = list(self._keys.items())
         for metric, documentation in _OF_KEYS.items():
             samples = [(name, code, count) for (one, name, code), count in counts if one == metric]

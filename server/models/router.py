@@ -132,7 +132,7 @@ class Router:
             body = await read
             found = msgspec.structs.replace(body, model=body.model or body.name or found.model)
         elif raw:
-            found = _Choice(model=_of_form(raw, request.headers["content-type"]) or found.model)
+            found = _Choice(model=_model_in_form(raw, request.headers["content-type"]) or found.model)
         name = _named(found.model, self.state)
         require_model(caller(request), name, self.state)
         if not name:
@@ -275,7 +275,7 @@ def _read(raw: bytes) -> _Choice:
         raise BadRequest(f"The body is not valid JSON: {error}") from None
 
 
-def _of_form(raw: bytes, content_type: str) -> str | None:
+def _model_in_form(raw: bytes, content_type: str) -> str | None:
     """Return the field `model` of a form, which is text: the boundary of the form ends it."""
     header = Headers()
     header["content-type"] = content_type

@@ -32,10 +32,10 @@ def reading_of(spec: GenerationSpec, drafts: Drafts, formats: Formats) -> Readin
         return Reading(structure=spec.structure, end_ids=drafts.infill.format.ends)
     if drafts.rendered is None:
         return Reading(structure=spec.structure)
-    return _of_conversation(spec.prompts, drafts.rendered, spec.structure, formats)
+    return _read_conversation(spec.prompts, drafts.rendered, spec.structure, formats)
 
 
-def _of_conversation(
+def _read_conversation(
     conversation: Conversation, rendered: Rendered, structure: Structure | None, formats: Formats
 ) -> Reading:
     """Return the reading of a chat answer; `structure` constrains its content."""

@@ -78,11 +78,11 @@ def read_details(folder: str) -> ModelDetails:
         raise ValueError(f"config.json cannot be read: {error.strerror}") from error
     settings = config.get("quantization_config") or config.get("compression_config") or {}
     if settings.get("quant_method") == "gguf":
-        return _of_gguf(read_gguf(settings["file"]))
-    return _of_safetensors(Path(folder), config, settings)
+        return _gguf_details(read_gguf(settings["file"]))
+    return _safetensors_details(Path(folder), config, settings)
 
 
-def _of_gguf(file: GgufFile) -> ModelDetails:
+def _gguf_details(file: GgufFile) -> ModelDetails:
     metadata, paths = file.metadata, sorted({tensor.path for tensor in file.tensors.values()})
     sizes = Counter[str]()
     for tensor in file.tensors.values():
@@ -109,7 +109,7 @@ def _as_json(value: Json) -> Any:
     return None if isinstance(value, list) else value
 
 
-def _of_safetensors(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> ModelDetails:
+def _safetensors_details(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> ModelDetails:
     paths = sorted(folder.glob("*.safetensors"))
     sizes, num_parameters = Counter[str](), 0
     for path in paths:

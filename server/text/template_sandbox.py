@@ -241,54 +241,54 @@ def _check_numbers(*values: Any, **named: Any) -> int:
     return 0
 
 
-def _of_numbers(text: Any, *values: Any, **named: Any) -> int:
+def _size_checked(text: Any, *values: Any, **named: Any) -> int:
     return _check_numbers(*values, **named)
 
 
-def _of_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> int:
+def _size_replaced(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> int:
     text, old, new = str(text), str(old), str(new)
     return len(text) + (text.count(old) * len(new) if len(new) > len(old) else 0)
 
 
-def _of_join(separator: Any, parts: Any = (), *_: Any) -> int:
+def _size_joined(separator: Any, parts: Any = (), *_: Any) -> int:
     sizes = [len(part) if isinstance(part, (str, bytes)) else 0 for part in parts]
     return sum(sizes) + len(separator) * len(sizes)
 
 
-def _of_join_filter(parts: Any, d: Any = "", attribute: Any = None) -> int:
-    return _of_join(str(d), parts if isinstance(parts, (list, tuple, str)) else ())
+def _size_joined_by_filter(parts: Any, d: Any = "", attribute: Any = None) -> int:
+    return _size_joined(str(d), parts if isinstance(parts, (list, tuple, str)) else ())
 
 
-def _of_expandtabs(text: Any, tabsize: Any = 8) -> int:
+def _size_expanded(text: Any, tabsize: Any = 8) -> int:
     return len(text) + text.count("\t" if isinstance(text, str) else b"\t") * int(tabsize)
 
 
-def _of_translate(text: Any, table: Any = (), *_: Any, **__: Any) -> int:
+def _size_translated(text: Any, table: Any = (), *_: Any, **__: Any) -> int:
     values = table.values() if isinstance(table, dict) else table
     return len(text) * max((len(value) for value in values if isinstance(value, str)), default=1)
 
 
-def _of_to_bytes(number: Any, length: Any = 1, *_: Any, **__: Any) -> int:
+def _size_in_bytes(number: Any, length: Any = 1, *_: Any, **__: Any) -> int:
     return int(length)
 
 
-def _of_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
+def _size_indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
     _check_numbers(width)
     return len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width))
 
 
-def _of_wordwrap(text: Any, *values: Any, **named: Any) -> int:
+def _size_wrapped(text: Any, *values: Any, **named: Any) -> int:
     _check_numbers(*values, **named)
     longest = max((len(value) for value in (*values, *named.values()) if isinstance(value, str)), default=1)
     return len(text) * max(longest, 1)
 
 
-def _of_format(text: Any, *values: Any, **named: Any) -> int:
+def _size_formatted(text: Any, *values: Any, **named: Any) -> int:
     _check_conversions(str(text), values)
     return 0
 
 
-def _of_json(value: Any, *values: Any, **named: Any) -> int:
+def _size_as_json(value: Any, *values: Any, **named: Any) -> int:
     for one in (*values, *named.values()):
         for part in one if isinstance(one, (list, tuple)) else (one,):
             if (part if isinstance(part, int) else len(part) if isinstance(part, str) else 0) > _MAX_INDENT:
@@ -296,20 +296,20 @@ def _of_json(value: Any, *values: Any, **named: Any) -> int:
     return 0
 
 
-_PADDED = dict.fromkeys(("ljust", "rjust", "center", "zfill"), _of_numbers)
+_PADDED = dict.fromkeys(("ljust", "rjust", "center", "zfill"), _size_checked)
 _METHODS: dict[str, Callable[..., int]] = _PADDED | {
-    "replace": _of_replace,
-    "join": _of_join,
-    "expandtabs": _of_expandtabs,
-    "translate": _of_translate,
-    "to_bytes": _of_to_bytes,
+    "replace": _size_replaced,
+    "join": _size_joined,
+    "expandtabs": _size_expanded,
+    "translate": _size_translated,
+    "to_bytes": _size_in_bytes,
 }
-_BY_NUMBERS = dict.fromkeys(("center", "batch", "slice", "round", "truncate"), _of_numbers)
+_BY_NUMBERS = dict.fromkeys(("center", "batch", "slice", "round", "truncate"), _size_checked)
 _FILTERS: dict[str, Callable[..., int]] = _BY_NUMBERS | {
-    "replace": _of_replace,
-    "join": _of_join_filter,
-    "indent": _of_indent,
-    "wordwrap": _of_wordwrap,
-    "format": _of_format,
-    "tojson": _of_json,
+    "replace": _size_replaced,
+    "join": _size_joined_by_filter,
+    "indent": _size_indented,
+    "wordwrap": _size_wrapped,
+    "format": _size_formatted,
+    "tojson": _size_as_json,
 }

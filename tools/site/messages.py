@@ -24,12 +24,15 @@ class Message:
 def messages(root: Path = ROOT) -> list[Message]:
     """Return every message of the code, sorted by its text."""
     found = (
-        message for folder in FOLDERS for path in (root / folder).rglob("*.py") for message in _of_file(root, path)
+        message
+        for folder in FOLDERS
+        for path in (root / folder).rglob("*.py")
+        for message in _file_messages(root, path)
     )
     return sorted(found, key=lambda message: (message.text.lower(), message))
 
 
-def _of_file(root: Path, path: Path) -> Iterator[Message]:
+def _file_messages(root: Path, path: Path) -> Iterator[Message]:
     name = path.relative_to(root).as_posix()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):

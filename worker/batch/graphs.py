@@ -154,7 +154,7 @@ class CudaGraphs:
         """Record `size` over padding alone: the run before the capture would otherwise advance the caches and states of
         requests a second time. Changes the buffers, which the previous step no longer needs.
         """
-        self._of_size(size[0]).pad(0)
+        self._tensors_of_size(size[0]).pad(0)
         self._graphs[size] = self._try_to_record(size)
 
     def _worth_recording(self, size: Size) -> bool:
@@ -165,8 +165,8 @@ class CudaGraphs:
         self._may_record_at = self._num_steps + _STEPS_BETWEEN
         return True
 
-    def _of_size(self, size: int) -> StepTensors:
-        return self.buffers.of_step(size, size, self.buffers.block_tables.shape[2])
+    def _tensors_of_size(self, size: int) -> StepTensors:
+        return self.buffers.views_for_step(size, size, self.buffers.block_tables.shape[2])
 
     def _try_to_record(self, size: Size) -> tuple[Replay, torch.Tensor] | None:
         """Record a size, or return None if that fails: memory ran out, or an operation cannot be captured.
@@ -191,7 +191,7 @@ class CudaGraphs:
         buffers, outputs, (size, adapted_rows) = self.buffers, [], recording
         # The block table has the width of the longest context, and the lengths are upper bounds, because both change
         # between replays.
-        attn = self._of_size(size).metadata(self.backend, max_query_len=1, max_seq_len=self.max_model_len)
+        attn = self._tensors_of_size(size).metadata(self.backend, max_query_len=1, max_seq_len=self.max_model_len)
 
         def run() -> None:
             adapted = self.adapt(attn)

@@ -45,7 +45,7 @@ class InputBuffers:
         self.block_tables = zeros(num_groups, max_num_reqs, max_blocks, dtype=torch.int32)
         self.arange = torch.arange(max(max_num_tokens, max_num_reqs) + 1, device=device)
 
-    def of_step(self, num_reqs: int, num_tokens: int, width: int) -> StepTensors:
+    def views_for_step(self, num_reqs: int, num_tokens: int, width: int) -> StepTensors:
         """Return views for a step of this size, with `width` entries per block table."""
         return StepTensors(
             self.input_ids[:num_tokens],
@@ -136,7 +136,7 @@ def prepare_inputs(
     max_query_len = max(scheduled)
     width = max(-(-max(lengths) // table.block_size), table.cross_blocks, 2 if table.has_states else 1)
     extra = max(padded - num_reqs, 0)
-    tensors = buffers.of_step(num_reqs + extra, num_tokens + extra, width)
+    tensors = buffers.views_for_step(num_reqs + extra, num_tokens + extra, width)
     tables = table.token_table, table.block_tables, table.block_size
     sampling = platform.ops.fill_inputs(sent, sizes, *tables, tensors, buffers.arange, max_query_len)
     tensors = tensors.without_padding(num_reqs)

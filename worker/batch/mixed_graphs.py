@@ -151,7 +151,7 @@ class MixedGraphs:
     def _replay(self, recorded: _Recorded, attn: GroupedMetadata, num_tokens: int) -> None:
         rows: dict[int, torch.Tensor] = {}  # a buffer serves many layers: its rows are taken once per step
 
-        def of_step(tensor: torch.Tensor) -> torch.Tensor:
+        def cut_to_step(tensor: torch.Tensor) -> torch.Tensor:
             found = rows.get(id(tensor))
             if found is None:
                 found = rows[id(tensor)] = tensor[:num_tokens]
@@ -161,8 +161,8 @@ class MixedGraphs:
         for piece, number, between in zip(recorded.pieces, recorded.num_exchanges, recorded.between):
             piece()
             ranks.num_exchanges += number
-            out = of_step(between.out)
-            result = between.run(attn[between.group], [of_step(one) for one in between.inputs], out)
+            out = cut_to_step(between.out)
+            result = between.run(attn[between.group], [cut_to_step(one) for one in between.inputs], out)
             if result.data_ptr() != out.data_ptr():
                 out.copy_(result)
         recorded.pieces[-1]()
@@ -212,7 +212,7 @@ class MixedGraphs:
 
     def _metadata(self, recording: _Recording) -> GroupedMetadata:
         """Return metadata of which only the slots are read."""
-        tensors = self.buffers.of_step(1, recording.size, self.buffers.block_tables.shape[2])
+        tensors = self.buffers.views_for_step(1, recording.size, self.buffers.block_tables.shape[2])
         attn = tensors.metadata(self.backend, recording.size, self.max_model_len)
         for group, meta in enumerate(attn):
             take = recording.taking(group)

@@ -89,7 +89,7 @@ def fix_order(model: nn.Module) -> None:
         elif isinstance(layer, ListedExperts):
             layer.fixed_order = True
         elif isinstance(layer, StateMixer):
-            layer.ops = _of_states(layer.ops)
+            layer.ops = _state_ops(layer.ops)
         elif isinstance(layer, Convolution):
             layer.causal_conv = partial(layer.causal_conv, fixed_order=True)
         elif isinstance(layer, VisionTower):
@@ -114,7 +114,7 @@ def _fixes(method: LinearMethod) -> bool:
     return inner.fixed_order
 
 
-def _of_states(ops: Ops) -> Ops:
+def _state_ops(ops: Ops) -> Ops:
     """Return the operations of mixers whose tokens pass their state one by one."""
     from quire.worker.cuda.kernels import triton_fixed, triton_states
 

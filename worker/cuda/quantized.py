@@ -97,9 +97,9 @@ class TritonGroups(LinearMethod):
         layer = self.layer
         tables = layer.scales, layer.zeros, self.bits, self.group, None, self.table, layer.row_scales
         if self.half is not None:
-            rows = replace(Groups(layer.scales, *tables).of_rows(ids), values=rows_of(layer.quantized, ids))
+            rows = replace(Groups(layer.scales, *tables).select_rows(ids), values=rows_of(layer.quantized, ids))
         else:
-            rows = Groups(layer.quantized, *tables).of_rows(ids)
+            rows = Groups(layer.quantized, *tables).select_rows(ids)
         if self.bits == 4:
             rows = replace(rows, values=unpack_int4(rows.values)[:, : layer.in_features])
         return rows.dequantized().to(self.dtype)

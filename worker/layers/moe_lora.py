@@ -74,7 +74,7 @@ class ExpertsLora:
     ) -> torch.Tensor:
         """Return `moe.run_experts` of x `[T, H]` for the rows of `groups`; the results of other rows are 0."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        scales = [_of_all_rows(rows, len(x)) for rows in groups]
+        scales = [_scale_per_row(rows, len(x)) for rows in groups]
         adapted = torch.stack(scales).isnan().all(0).logical_not()
         weights = weights.float()
         hit = set(ids[adapted].unique().tolist())
@@ -100,7 +100,7 @@ class ExpertsLora:
         return out
 
 
-def _of_all_rows(rows: LoraRows, num_rows: int) -> torch.Tensor:
+def _scale_per_row(rows: LoraRows, num_rows: int) -> torch.Tensor:
     """Return the scale of each row of the step, NaN for rows without the adapter."""
     scales = torch.full((num_rows,), float("nan"), device=rows.index.device)
     scales[rows.index] = 1.0 if rows.scales is None else rows.scales

@@ -120,8 +120,8 @@ class Adapters:
         self, experts: bool
     ) -> Iterator[tuple[Linear | ExpertProduct, list[tuple[Piece, torch.Tensor, torch.Tensor]]]]:
         rank = min(self.max_rank, _BLANK_RANK)
-        of_experts = self.targets.of_experts() if experts else {}
-        for layer, pieces in (*self.targets.pieces_by_linear().items(), *of_experts.items()):
+        expert_pieces = self.targets.expert_pieces() if experts else {}
+        for layer, pieces in (*self.targets.pieces_by_linear().items(), *expert_pieces.items()):
             matrices = []
             for piece in pieces:
                 a, b = torch.zeros(rank, piece.in_features), torch.zeros(piece.out_features, rank)

@@ -135,7 +135,7 @@ class Targets:
                     found[piece.layer].setdefault(piece.target.start, piece)
         return {layer: list(by_start.values()) for layer, by_start in found.items()}
 
-    def of_experts(self) -> dict[ExpertProduct, list[Piece]]:
+    def expert_pieces(self) -> dict[ExpertProduct, list[Piece]]:
         """Return the pieces of each expert of the first layer that has any."""
         places = [
             (number, piece)

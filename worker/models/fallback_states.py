@@ -185,7 +185,7 @@ class StatePasses:
                 cache = self._load(part, i, computed)
                 for at in _pieces(start, stop, bool(part.fresh[i])):
                     self._count(cache, computed + at.start - start)
-                    metas = _of_request(attn, row, at, computed + at.stop - start)
+                    metas = _request_metadata(attn, row, at, computed + at.stop - start)
                     with attending_to(metas):
                         hidden.append(pass_tokens(base, cache, input_ids[at], positions[at]))
                 self._store(part, i, cache)
@@ -224,7 +224,7 @@ def _pieces(start: int, stop: int, fresh: bool) -> list[slice]:
     return [slice(start, stop)] if fresh else [slice(at, at + 1) for at in range(start, stop)]
 
 
-def _of_request(attn: GroupedMetadata, row: int, tokens: slice, length: int) -> tuple[AttentionMetadata, ...]:
+def _request_metadata(attn: GroupedMetadata, row: int, tokens: slice, length: int) -> tuple[AttentionMetadata, ...]:
     """Return the metadata of some tokens of the request at `row`, which has `length` tokens then; a state group keeps
     its.
     """

@@ -56,10 +56,10 @@ class SparseMLP(MLP):
         if self.group.size == 1:
             mean, deviation = gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)
         else:
-            mean, deviation = self._of_all_ranks(gate)
+            mean, deviation = self._mean_and_deviation(gate)
         return self.down_proj(self.activation(F.relu(gate - (mean + deviation * self.deviations))) * up)
 
-    def _of_all_ranks(self, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mean_and_deviation(self, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean and standard deviation of the gates, of which each rank has a part."""
         exact = gate.float()
         mean = self.group.all_reduce(exact.sum(-1, keepdim=True)) / self.num_gates

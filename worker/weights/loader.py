@@ -104,7 +104,7 @@ def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | 
 
     def in_file(part: Part) -> Part:
         if any(re.search(pattern, part.name) for pattern in names.transposed):
-            part = _of_transposed(part)
+            part = _transpose_part(part)
         return replace(part, name=names.in_file(part.name))
 
     def tower_name(part: Part) -> Part:
@@ -125,7 +125,7 @@ def placements_of(model: CausalLM, names: TensorNames, checkpoint: Checkpoint | 
         yield from (Placement(part, parameter) for part in parts)
 
 
-def _of_transposed(part: Part) -> Part:
+def _transpose_part(part: Part) -> Part:
     """Return the same slice of a matrix that the checkpoint holds as `[in, out]`."""
     source = tuple((1 - dim, start, length) for dim, start, length in part.source)
     return replace(part, shape=part.shape[::-1], source=source, view=chain(transposed, part.view))

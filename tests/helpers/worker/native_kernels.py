@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -21,15 +20,6 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 def usable_levels() -> list[str]:
     best = build.cpu_level()
     return LEVELS[LEVELS.index(best) :] if best and build.compiler() else []
-
-
-def build_library(level: str) -> Path:
-    """Return the library of a level, compiled into the cache if it is not there: this CPU's as servers have it, others
-    with -O1, which takes a third of two CPU minutes and leaves the arithmetic as it is.
-    """
-    flags = build.FLAGS if level == build.cpu_level() else [*build.FLAGS, "-O1"]
-    with mock.patch.object(build, "FLAGS", flags):
-        return build.build(level, build.cache_folder())
 
 
 @contextmanager
@@ -55,7 +45,7 @@ def kernels(request):
 
     They are compiled on first use (seconds) and cached.
     """
-    with installed(request.param, build_library(request.param)):
+    with installed(request.param, build.build(request.param, build.cache_folder())):
         yield request.param
 
 

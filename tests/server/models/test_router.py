@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.server.errors import BadRequest
-from quire.server.models.router import _of_form, _read, is_wide
+from quire.server.models.router import _model_in_form, _read, is_wide
 from quire.server.routes import ROUTES
 
 # of one model, chosen by ?model=, and without it the first
@@ -48,12 +48,12 @@ MODELS = {
 @pytest.mark.parametrize("boundary", ["x-", '"x-"'])
 def test_the_model_of_a_form(model, boundary):
     kind = f"multipart/form-data; boundary={boundary}"
-    assert _of_form(FILE + model + b"--x---", kind) == "whisper"
-    assert _of_form(model + FILE + b"--x---", kind) == "whisper"
+    assert _model_in_form(FILE + model + b"--x---", kind) == "whisper"
+    assert _model_in_form(model + FILE + b"--x---", kind) == "whisper"
 
 
 def test_a_form_without_a_model():
     kind = "multipart/form-data; boundary=x-"
-    assert _of_form(PART % (b"other", b"x"), kind) is None
-    assert _of_form(PART % (b"file", MODELS["okhttp"].removeprefix(b"--x-")), kind) is None
-    assert _of_form(FILE, "multipart/form-data") is None
+    assert _model_in_form(PART % (b"other", b"x"), kind) is None
+    assert _model_in_form(PART % (b"file", MODELS["okhttp"].removeprefix(b"--x-")), kind) is None
+    assert _model_in_form(FILE, "multipart/form-data") is None

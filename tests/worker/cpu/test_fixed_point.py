@@ -9,9 +9,10 @@ import random
 import pytest
 import torch
 
+from quire.worker.cpu import build
 from quire.worker.cpu import ops as cpu_ops
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
-from tests.helpers.worker.native_kernels import build_library, installed, usable_levels
+from tests.helpers.worker.native_kernels import installed, usable_levels
 from tests.worker.cpu.test_kernels import random_quantized
 from tests.worker.cpu.test_native_attention import dense_attention
 
@@ -22,7 +23,7 @@ FIXED, FLOATS = 0, 3  # paths of 6 rows and more (AVX2: 9); of float32 outputs f
 
 @pytest.fixture(autouse=True, scope="module", params=[level for level in usable_levels() if level != "amx"])
 def level(request):
-    with installed(request.param, build_library(request.param)):
+    with installed(request.param, build.build(request.param, build.cache_folder())):
         yield request.param
 
 

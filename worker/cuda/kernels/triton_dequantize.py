@@ -56,7 +56,7 @@ def dequantize_groups(weight: StoredGroups, first: int, out: torch.Tensor) -> No
 
 def dequantize_tiles(weight: StoredTiles, first: int, out: torch.Tensor) -> None:
     """Do the same for a weight in tiles."""
-    groups = weight.of_groups()
+    groups = weight.stored_groups()
     values, scales, zeros, _, row_scales = groups.tensors
     strides = weight.values.shape[1], *weight.scales.stride()
     constants = groups.constants | _NO_BLOCKS | {"FORM": f"{weight.form} tiles"}

@@ -43,7 +43,7 @@ class StoredTiles:
         tall, wide, height, half = self.values.shape
         return tall * height, wide * 2 * half
 
-    def of_groups(self) -> StoredGroups:
+    def stored_groups(self) -> StoredGroups:
         """Return the scales and zero points with the constants of their type."""
         return StoredGroups(self.values, self.scales, self.zeros, 4, self.group, None, self.row_scales)
 
@@ -78,7 +78,7 @@ def multiply_tiles(
     fixed_order: bool = False,
 ) -> torch.Tensor:
     """Return `multiply_groups` with a weight in tiles."""
-    (n, _), scales, groups = weight.shape, weight.scales, weight.of_groups()
+    (n, _), scales, groups = weight.shape, weight.scales, weight.stored_groups()
     out = x.new_empty(len(x), n)
     rows = 64 if fixed_order or len(x) > 32 else 16 if len(x) <= 16 else 32
     grid = triton.cdiv(n, _COLUMNS), triton.cdiv(len(x), rows)

@@ -34,7 +34,7 @@ class Rows:
         """Return rows of the weight in float32."""
         return dequantize(self.blocks[rows], self.type)
 
-    def of_rows(self, rows: torch.Tensor) -> Rows:
+    def select_rows(self, rows: torch.Tensor) -> Rows:
         """Return the rows with the indices `rows`."""
         return Rows(self.blocks[rows], self.type)
 

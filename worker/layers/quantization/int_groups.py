@@ -48,7 +48,7 @@ class Groups:
         weight = dequantize(self.values, self.scales, self.zeros, self.group, self.table, self.row_scales)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
-    def of_rows(self, rows: torch.Tensor | slice) -> Groups:
+    def select_rows(self, rows: torch.Tensor | slice) -> Groups:
         """Return the rows with the indices `rows`."""
 
         def taken(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -181,7 +181,7 @@ class PlainGroups(PlainLinear):
         layer = self.layer
         stored = Groups(
             layer.quantized, layer.scales, layer.zeros, self.bits, self.group, layer.order, self.table, layer.row_scales
-        ).of_rows(rows)
+        ).select_rows(rows)
         return stored if self.bits == 8 else replace(stored, values=unpack_int4(stored.values)[:, : layer.in_features])
 
     def _weight(self, rows: slice | torch.Tensor) -> torch.Tensor:

@@ -48,11 +48,11 @@ class QuarkFormat(CheckpointFormat):
             weight = weight[0]
         if weight is None:
             return None
-        if isinstance(weight, dict) and not weight.get("is_dynamic") and (scheme := self._of_weight(weight)):
+        if isinstance(weight, dict) and not weight.get("is_dynamic") and (scheme := self._weight_scheme(weight)):
             return scheme
         unsupported("weight", weight, _SUPPORTED)
 
-    def _of_weight(self, weight: dict[str, Any]) -> Scheme | None:
+    def _weight_scheme(self, weight: dict[str, Any]) -> Scheme | None:
         group, symmetric = weight.get("group_size"), weight.get("symmetric") is not False
         match weight.get("dtype"), weight.get("qscheme"):
             case "fp8_e4m3", "per_tensor":

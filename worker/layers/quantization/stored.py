@@ -302,7 +302,7 @@ class StoredWeights(LinearMethod):
         if isinstance(decoded, torch.Tensor):
             return piece.view(decoded)
         if isinstance(piece.view, RowOrder):
-            return decoded.of_rows(piece.view(torch.arange(piece.rows[1], device=tensors_of(decoded).device)))
+            return decoded.select_rows(piece.view(torch.arange(piece.rows[1], device=tensors_of(decoded).device)))
         return piece.view(decoded.dequantized())
 
 

@@ -68,7 +68,7 @@ def resolve_speculation(
     if text is not None and not deterministic:
         reason += "; without --deterministic the last bits of logits depend on the number of tokens in a step"
     heads = _heads(settings.method, config, spec)
-    speculation = replace(_of_method(settings, heads), earlier=config.cache.enable_prefix_caching)
+    speculation = replace(_choose_method(settings, heads), earlier=config.cache.enable_prefix_caching)
     return speculation, ("speculation", settings.method + "+mtp" * (settings.method == "auto" and heads > 0), reason)
 
 
@@ -84,7 +84,7 @@ def _heads(method: str, config: Config, spec: ModelSpec) -> int:
         return 0
 
 
-def _of_method(settings: SpeculationSettings, heads: int) -> Speculation:
+def _choose_method(settings: SpeculationSettings, heads: int) -> Speculation:
     match settings.method:
         case "ngram":
             high = settings.max_match or max(settings.min_match or 0, 5)

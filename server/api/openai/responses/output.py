@@ -158,7 +158,7 @@ class Output:
         self.open, self.pieces, self.space, self.logprobs = True, [], "", []
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": item}
         if (part := self._part("")) is not None:
-            yield self._of_part("added", part)
+            yield self._part_event("added", part)
 
     def _close(self, status: str = "completed") -> Iterator[ServerEvent]:
         """End the last item if it is open."""
@@ -186,7 +186,7 @@ class Output:
                 item.input = text
                 yield self._event("custom_tool_call_input.done", input=text)
         if part is not None:
-            yield self._of_part("done", part)
+            yield self._part_event("done", part)
         if self.encrypted and isinstance(item, OutputReasoning):
             item.encrypted_content = opaque(text)
         if not isinstance(item, OutputCompaction):
@@ -218,7 +218,7 @@ class Output:
             fields["content_index"] = 0
         return self._event(f"{kind}.delta", delta=text, **fields)
 
-    def _of_part(self, what: str, part: OutputText | SummaryText | ReasoningText) -> ServerEvent:
+    def _part_event(self, what: str, part: OutputText | SummaryText | ReasoningText) -> ServerEvent:
         if isinstance(part, SummaryText):
             return self._event(f"reasoning_summary_part.{what}", summary_index=0, part=part)
         return self._event(f"content_part.{what}", content_index=0, part=part)

@@ -115,7 +115,7 @@ def _tools(given: list[ResponseTool] | None) -> list[Tool]:
     tools: list[Tool] = []
     for i, tool in enumerate(given or ()):
         if tool.type == NAMESPACE:
-            tools += _of_namespace(tool, f"tools.{i}")
+            tools += _namespace_tools(tool, f"tools.{i}")
         elif tool.tools is not None:
             raise BadRequest(f"tools.{i}.tools: only a tool of the type namespace has tools.", param=f"tools.{i}.tools")
         elif not is_left_out(tool):
@@ -126,7 +126,7 @@ def _tools(given: list[ResponseTool] | None) -> list[Tool]:
     return tools
 
 
-def _of_namespace(group: ResponseTool, path: str) -> list[Tool]:
+def _namespace_tools(group: ResponseTool, path: str) -> list[Tool]:
     """Return the tools of a namespace. Its description is prefixed to that of the first tool, because templates know
     no groups.
     """

@@ -23,14 +23,14 @@ def filled(ops, computed, scheduled, samples, padded):
     tokens = torch.randint(1, 1000, (ROWS, LENGTH), generator=generator, dtype=torch.int32)
     blocks = torch.randint(1, 50, (GROUPS, ROWS, LENGTH // PAGE), generator=generator, dtype=torch.int32)
     buffers = InputBuffers(ROWS, 700, LENGTH // PAGE, DEVICE, GROUPS)
-    used = buffers.of_step(ROWS, 700, LENGTH // PAGE)
+    used = buffers.views_for_step(ROWS, 700, LENGTH // PAGE)
     for field in fields(used):
         getattr(used, field.name).fill_(77)
     parts = rows, computed, scheduled, starts, samples, [5, 5, 5]  # followed by what `write` takes
     packed = torch.tensor([number for part in parts for number in part]).to(DEVICE)
     extra = padded - num
     width = -(-max(c + s for c, s in zip(computed, scheduled)) // PAGE)
-    tensors = buffers.of_step(padded, starts[-1] + extra, width)
+    tensors = buffers.views_for_step(padded, starts[-1] + extra, width)
     sampling = ops.fill_inputs(
         packed, [len(part) for part in parts], tokens.to(DEVICE), blocks.to(DEVICE), PAGE, tensors, buffers.arange,
         max(scheduled),
