@@ -80,6 +80,8 @@ def _obstacle(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[str,
         return f"needs the native kernels for recurrent states: {reason}", ""
     if any(layer.compressed for layer in spec.layers):
         return "has no attention to compressed keys", ""
+    if index := next((layer.index for layer in spec.layers if layer.index and layer.index.block), None):
+        return "has no attention to chosen blocks", f": set --max-model-len to at most {index.top}"
     if any(layer.mixer == "convolved" for layer in spec.layers):
         return "has no convolution of whole heads", ""
     if any(layer.bias_extent for layer in spec.layers):

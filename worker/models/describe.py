@@ -33,6 +33,8 @@ def cache_kind(layer: LayerSpec) -> str:
         return f"chunk of {layer.chunk} tokens"
     if layer.output_window:
         return f"full, with a window of {layer.output_window} tokens of the output"
+    if layer.index is not None:
+        return "indexed full"
     kind = "full" if layer.window is None else f"window of {layer.window} tokens"
     return f"{kind} and state" if layer.state else kind
 

@@ -1,14 +1,16 @@
 """MiniMax M3: heads of q and k are normalised, half of each head is rotated, and MLPs and experts have the bounded
-activation of gpt-oss. Sparse attention chooses blocks of keys; up to as many tokens as it chooses, it is equal to full
-attention, so the context is limited to that.
+activation of gpt-oss. An index chooses blocks of keys in some layers (`mixers/block_attention.py`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.worker.models.kimi_linear import KimiLinear
 from quire.worker.models.minimax_m2 import MiniMaxM2
+from quire.worker.spec.cache import IndexSizes
+from quire.worker.spec.model import LayerSpec
 from quire.worker.spec.moe import MoESpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.transformer.moe_reader import routing
@@ -16,7 +18,13 @@ from quire.worker.transformer.reader import FULL
 
 _SPARSE = "minimax_m3_sparse"
 # keys of sparse_attention_config, and the names of transformers
-_NESTED = {"sparse_block_size": "index_block_size", "sparse_topk_blocks": "index_topk_blocks"}
+_NESTED = {
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
+}
 
 
 class MiniMaxM3(MiniMaxM2):
@@ -41,12 +49,17 @@ class MiniMaxM3(MiniMaxM2):
         "sparse_attention_config": None,
         "index_block_size": 128,
         "index_topk_blocks": 16,
+        "index_local_blocks": 1,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
     }
     gated_activations = ("clamped_silu",)
     facts = MiniMaxM2.facts | {"qk_norm": "head", "norm": "rms_offset", "hidden_act": "clamped_silu"}
     state_kinds = {_SPARSE: FULL}
-    renames = KimiLinear.renames | {"mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"}
-    ignored = (r"\.self_attn\.(indexer\.|index_)",)
+    renames = KimiLinear.renames | {
+        "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
+        **{f"self_attn.indexer.{name}": f"self_attn.index_{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
+    }
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:
@@ -61,12 +74,6 @@ class MiniMaxM3(MiniMaxM2):
             values["layer_types"] = [_SPARSE if sparse else FULL for sparse in frequency]
         if values["moe_layer_freq"] and values["mlp_layer_types"] is None:
             values["mlp_layer_types"] = ["sparse" if sparse else "dense" for sparse in values["moe_layer_freq"]]
-        if _SPARSE in (values["layer_types"] or ()):
-            values["most_keys"] = values["index_block_size"] * values["index_topk_blocks"]
-            values["why_shorter"] = (
-                "sparse attention is not implemented: up to index_block_size * index_topk_blocks, "
-                f"{values['most_keys']} tokens, it is equal to full attention"
-            )
         # of the dense layers; experts have their own
         values["expert_size"], values["intermediate_size"] = (
             values["intermediate_size"],
@@ -74,9 +81,17 @@ class MiniMaxM3(MiniMaxM2):
         )
 
     @classmethod
-    def context_length(cls, values: dict[str, Any], ropes: dict[str, RopeSpec]) -> int:
-        most = super().context_length(values, ropes)
-        return min(most, values.get("most_keys", most))
+    def layer_specs(
+        cls, values: dict[str, Any], raw: dict[str, Any], ropes: dict[str, RopeSpec]
+    ) -> tuple[LayerSpec, ...]:
+        layers, kinds = super().layer_specs(values, raw, ropes), values["layer_types"] or ()
+        if _SPARSE not in kinds:
+            return layers
+        sizes = _index_sizes(values)
+        return tuple(
+            replace(layer, mixer="block_attention", index=sizes) if kind == _SPARSE else layer
+            for layer, kind in zip(layers, kinds)
+        )
 
     @classmethod
     def moe(cls, values: dict[str, Any]) -> MoESpec:
@@ -89,3 +104,23 @@ class MiniMaxM3(MiniMaxM2):
             activation="clamped_silu",
             shared_size=values["shared_intermediate_size"],
         )
+
+
+def _index_sizes(values: dict[str, Any]) -> IndexSizes:
+    """Return the sizes of the index. Raises ValueError naming the key."""
+    for key in ("index_n_heads", "index_head_dim", "index_block_size", "index_topk_blocks", "index_local_blocks"):
+        least = 0 if key == "index_local_blocks" else 1
+        if not isinstance(values[key], int) or values[key] < least:
+            raise ValueError(f"{key} must be an integer of at least {least}, not {values[key]!r}")
+    if values["index_n_heads"] != values["num_key_value_heads"]:
+        raise ValueError(
+            f"index_n_heads {values['index_n_heads']} must be num_key_value_heads {values['num_key_value_heads']}"
+        )
+    size = values["index_block_size"]
+    return IndexSizes(
+        values["index_topk_blocks"] * size,
+        values["index_n_heads"],
+        values["index_head_dim"],
+        block=size,
+        local=min(values["index_local_blocks"], values["index_topk_blocks"]),
+    )

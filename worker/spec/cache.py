@@ -153,7 +153,9 @@ class CompressedSizes:
 
 @dataclass(frozen=True, slots=True)
 class IndexSizes:
-    """An index that chooses keys for latent attention (`layers/sparse/chosen.py`); sizes of the whole model."""
+    """An index that chooses keys (`layers/sparse/chosen.py`) or blocks of them (`layers/sparse/blocks.py`). Sizes are
+    those of the whole model.
+    """
 
     top: int  # keys per token
     heads: int
@@ -162,6 +164,8 @@ class IndexSizes:
     interleaved: bool = False  # whether the rotary embedding rotates neighbouring entries, not halves
     eps: float = 1e-6  # for the norm of the keys
     pool: int = 1  # consecutive tokens that are chosen together, by a mean of their keys
+    block: int = 0  # tokens of a block that is chosen as a whole for a KV head; 0: keys are chosen for all heads
+    local: int = 0  # number of last blocks that are always chosen
     source: int | None = None  # an earlier layer, whose choice this one uses; None: it chooses by itself
 
     @property

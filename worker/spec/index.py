@@ -76,13 +76,18 @@ def with_index(layers: Sequence[LayerSpec], values: dict[str, Any], indexed: Seq
 
 def unread_indexes(spec: ModelSpec) -> tuple[str, ...]:
     """Return patterns of the tensors of indexes that the model does not have, as those of prediction heads."""
-    if not any(layer.latent for layer in spec.layers):
+    if any(layer.compressed for layer in spec.layers):
         return ()
     own = [str(i) for i, layer in enumerate(spec.layers) if layer.index and layer.index.source is None]
-    return (rf"^(?!(.*\.)?layers\.({'|'.join(own) or '-'})\.)(.*\.)?indexer\.",)
+    return (rf"^(?!(.*\.)?layers\.({'|'.join(own) or '-'})\.)(.*\.)?(indexer\.|self_attn\.index_)",)
 
 
 def without_indexes(spec: ModelSpec, max_model_len: int = 0) -> ModelSpec:
     """Return the model without the indexes that choose all keys in contexts of up to `max_model_len` tokens."""
-    layers = (replace(one, index=None) if one.index and max_model_len <= one.index.top else one for one in spec.layers)
+    layers = (_unindexed(one) if one.index and max_model_len <= one.index.top else one for one in spec.layers)
     return replace(spec, layers=tuple(layers))
+
+
+def _unindexed(layer: LayerSpec) -> LayerSpec:
+    mixer = "attention" if layer.mixer == "block_attention" else layer.mixer
+    return replace(layer, index=None, mixer=mixer)

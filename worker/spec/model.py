@@ -61,7 +61,8 @@ class LayerSpec:
     q_lora_rank: int | None = None  # for the latents of queries in mixer "mla", None without
     # parts of the one tensor with q, k and v in the files, each holding those of some heads; 0: not divided
     qkv_chunks: int = 0
-    index: IndexSizes | None = None  # for mixer "mla": the index that chooses keys; None: all are attended to
+    # for mixers "mla" and "block_attention": the index that chooses keys; None: all are attended to
+    index: IndexSizes | None = None
     compressed: CompressedSizes | None = None  # for mixer "compressed"
     v_norm: bool = False  # whether heads of v are normalised, without a weight
     key_is_value: bool = False  # whether v is the output of k_proj, before its norm

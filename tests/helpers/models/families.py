@@ -469,6 +469,7 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             | {"shared_intermediate_size": 24, "num_hidden_layers": 3, "rotary_dim": 8, "num_local_experts": 4}
             | {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]}
             | {"layer_types": ["full_attention"] + 2 * ["minimax_m3_sparse"], "index_n_heads": 2}
+            | {"index_block_size": 4, "index_topk_blocks": 5}
             | {"index_head_dim": 16, "rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},
             "vision_config": _TOWER | {"image_size": 28, "patch_size": 14},
         },

@@ -131,7 +131,7 @@ FAMILIES_WITH_IT: dict[str, dict[str, int]] = {
     "lfm3": {},
     "mellum": {},
     "mimo_v2": {"v_head_dim": 16},
-    "minimax_m3": {},
+    "minimax_m3": {"index_topk_blocks": 100},  # all blocks
     "mistral_large4": _ROPE,
     "muse_glimmer": {},
     "olmo_hybrid": {"hidden_size": 64},
@@ -167,6 +167,7 @@ def test_same_bits_of_a_family(native_kernels, name, tmp_path):
         ("deepseek_v4", "compressed keys"),
         ("zaya", "convolution of whole heads"),
         ("inkling", "bias of scores"),
+        ("minimax_m3", "chosen blocks: set --max-model-len to at most 20"),
     ],
 )
 def test_families_without_it_are_refused(native_kernels, name, words, tmp_path):

@@ -23,7 +23,7 @@ from quire.worker.layers.views import to_device
 from quire.worker.spec.cache import Compressed
 
 _SCORES = 1 << 24  # maximum number of scores that exist at a time
-_GATHERED = 1 << 26  # maximum bytes of the latents of a piece of tokens
+GATHERED_BYTES = 1 << 26  # maximum bytes of the latents, or keys and values, of a piece of tokens
 
 
 class IndexKeys(Attention):
@@ -176,7 +176,7 @@ def attend_to_chosen(
 
 def tokens_at_once(cache: KVCache, top: int, itemsize: int) -> int:
     """Return the number of tokens whose chosen latents fit into the memory for them."""
-    return max(1, _GATHERED // (top * cache.shape[-1] * itemsize))
+    return max(1, GATHERED_BYTES // (top * cache.shape[-1] * itemsize))
 
 
 def gather(cache: KVCache, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
