@@ -24,8 +24,8 @@ def prompts():
     return [[rng.randrange(4, TOKENIZER_SIZE) for _ in range(length)] for length in LENGTHS]
 
 
-# Sliding windows free blocks, and three layers of two kinds form three groups.
-POOLS = {"mistral": 60, "gpt-oss": 215, "qwen2-window": 300}
+# Sliding windows free blocks, and three layers of two kinds form three groups. Indexes have a group of their own.
+POOLS = {"mistral": 60, "gpt-oss": 215, "qwen2-window": 300, "deepseek-v32": 375, "glm-5": 375}
 
 
 def engine_for(folder, num_blocks=190, **settings):

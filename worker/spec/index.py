@@ -40,9 +40,9 @@ def index_types(values: dict[str, Any]) -> list[str]:
     if types is None:
         every, offset = max(values["index_topk_freq"] or 1, 1), values["index_skip_topk_offset"]
         types = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(number)]
-    if len(types) != number or set(types) - {"full", "shared"} or types[0] != "full":
+    if len(types) < number or set(types) - {"full", "shared"} or types[0] != "full":
         raise ValueError(f"indexer_types must name full or shared for each of {number} layers, full first")
-    return types
+    return list(types[:number])  # files may also list prediction heads
 
 
 def with_index(layers: Sequence[LayerSpec], values: dict[str, Any], indexed: Sequence[bool]) -> tuple[LayerSpec, ...]:
