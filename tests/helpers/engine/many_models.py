@@ -47,4 +47,4 @@ class ManyModels:
         if self.rank == 1:
             sampler = self.worker.runner.sampler
             choose = sampler.choose
-            sampler.choose = lambda logits, batch: (choose(logits, batch) + 1) % 500
+            sampler.choose = lambda *inputs: (choose(*inputs) + 1) % 500
