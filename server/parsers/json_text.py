@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from quire.server.parsers.json_writer import JsonWriter, repaired
 from quire.server.parsers.markers import Markers
 from quire.server.parsers.model_json import read
 from quire.server.parsers.reader import QUOTED_LIMIT, Cut, Malformed, Reader, Wait
-
-Emit = Callable[[str], None]
 
 _PIECE = 4096
 _STRING = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""")
@@ -72,13 +69,19 @@ def arguments(reader: Reader, ends: Markers = _NO_MARKERS) -> Wait[None]:
 def _arguments(reader: Reader, writer: JsonWriter, ends: Markers) -> Wait[None]:
     yield from reader.skip_space()
     if (yield from reader.peek()) in _UNESCAPED:
-        yield from _string_value(reader, lambda text: _push_all(writer, text), ends)
+        yield from _string_value(reader, writer, ends)
     elif not (yield from reader.accept("null")):
         yield from value(reader, writer, ends)
 
 
+def _push(writer: JsonWriter, text: str) -> int:
+    """Return the number of characters up to the first that cannot follow."""
+    taken = writer.push(text)
+    return taken + len(text[taken:]) - len(text[taken:].lstrip())
+
+
 def _push_all(writer: JsonWriter, text: str) -> None:
-    if text[writer.push(text) :].strip():
+    if _push(writer, text) < len(text):
         raise Malformed
 
 
@@ -109,8 +112,8 @@ def _short_string(reader: Reader, pattern: re.Pattern) -> Wait[str]:
         raise Malformed from None
 
 
-def _string_value(reader: Reader, emit: Emit, ends: Markers) -> Wait[None]:
-    """Hand the value of a string, unescaped, to `emit` as it arrives. One of `ends` ends it as in `value`."""
+def _string_value(reader: Reader, writer: JsonWriter, ends: Markers) -> Wait[None]:
+    """Hand the value of a string, unescaped, to `writer` as it arrives. One of `ends` ends it as in `value`."""
     quote = reader.take(1)
     while True:
         ahead = reader.text[reader.position : reader.position + _PIECE]
@@ -118,16 +121,19 @@ def _string_value(reader: Reader, emit: Emit, ends: Markers) -> Wait[None]:
         if marker is None:
             length -= ends.num_partial(ahead, 0)
         if length and (plain := _UNESCAPED[quote].match(ahead, 0, length)):
-            emit(reader.take(plain.end()))
+            taken = _push(writer, ahead[: plain.end()])
+            reader.take(min(taken + 1, plain.end()))  # with the character that cannot follow, however it arrived
+            if taken < plain.end():
+                raise Malformed
         elif length and ahead[0] == quote:
             reader.take(1)
             return
         elif length:
-            emit((yield from _escape(reader)))
+            _push_all(writer, (yield from _escape(reader)))
         elif marker is not None:
             if not (length := (yield from _num_quoted(reader, quote, len(marker)))):
                 return
-            emit(reader.take(len(marker)))
+            _push_all(writer, reader.take(len(marker)))
         elif not (yield from reader.wait()):
             raise Cut
 

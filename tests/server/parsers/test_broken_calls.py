@@ -139,3 +139,12 @@ def test_without_tools_there_are_no_calls(name):
     thoughts = "gpt_oss" if name == "gpt_oss" else "think"
     for sample in SAMPLES[name]:
         assert not add_up(events_of(parser(name, thoughts, functions=()), sample)).calls
+
+
+@pytest.mark.parametrize("rest", ["}]", "}} x]", " x y]", '"x"]', "\\u007d]"])
+@pytest.mark.parametrize("marker", ["<tool_call>", "<|tool_call|>"])
+def test_text_after_the_arguments_in_a_string(marker, rest):
+    """What follows an object within its string is the same content, in whatever pieces it arrives."""
+    text = f'{marker}[{{"name": "now", "arguments": "{{}}{rest}'
+    whole = add_up(events_of(parser("granite", "granite"), [text]))
+    assert add_up(events_of(parser("granite", "granite"), text)) == whole
