@@ -26,6 +26,7 @@ from tests.worker.sampling.test_prediction_head import K, check_ranks
 from tests.worker.sampling.test_speculation import engine_of
 
 _NORMS = ("enorm", "hnorm", "final_layernorm")
+_ALL_KEYS = {"index_topk": 1024}  # heads have no index
 # family -> (number of heads, settings of a model of one layer, place of head {i}, layer n, in the files, its norms)
 HEADS: dict[str, tuple[int, dict[str, Any], str, tuple[str, str, str]]] = {
     "mimo_v2": (
@@ -34,10 +35,10 @@ HEADS: dict[str, tuple[int, dict[str, Any], str, tuple[str, str, str]]] = {
         "model.mtp.layers.{i}",
         _NORMS,
     ),
-    "hy_v4": (2, {"mlp_layer_types": ["sparse"], "hc_mult": 1}, "model.mtp_layers.{i}", _NORMS),
+    "hy_v4": (2, {"mlp_layer_types": ["sparse"], "hc_mult": 1} | _ALL_KEYS, "model.mtp_layers.{i}", _NORMS),
     "glm5_next": (
         1,
-        {"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "hc_mult": 1},
+        {"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "hc_mult": 1} | _ALL_KEYS,
         "model.language_model.layers.{n}",
         ("enorm", "hnorm", "shared_head.norm"),
     ),
