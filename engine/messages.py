@@ -32,6 +32,7 @@ from quire.worker.messages import (
     TokenLogprobs,
     Vocabulary,
     WorkerReady,
+    most_blocks,
 )
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "Transfer",
     "Vocabulary",
     "WorkerReady",
+    "most_blocks",
 ]
 
 

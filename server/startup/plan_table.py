@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from quire.checkpoints.sizes import format_bytes, format_each
-from quire.engine.messages import WorkerReady
+from quire.engine.messages import WorkerReady, most_blocks
 
 
 def plan_table(ready: WorkerReady) -> str:
     """Return the table as several lines of text, without a trailing newline."""
     plan = ready.plan
-    num_tokens = (ready.num_blocks - 1) * ready.block_size
+    chunk, longest = ready.max_num_batched_tokens, ready.max_model_len
+    of_one = -(-longest // ready.block_size)  # blocks of a request that has one of each token
+    num_requests = (ready.num_blocks - 1) / (most_blocks(ready.groups, longest, ready.block_size, chunk) or of_one)
+    num_tokens = int(num_requests * of_one * ready.block_size)
     rows = [
         ("weights", plan.weights, ""),
         (
@@ -43,11 +46,9 @@ def plan_table(ready: WorkerReady) -> str:
         for name, size, note in rows
     ]
     lines.append(
-        f"  fits {num_tokens:,} tokens: {num_tokens / ready.max_model_len:.1f} requests of the full length of "
-        f"{ready.max_model_len:,}"
+        f"  fits {num_tokens:,} tokens: {num_tokens / longest:.1f} requests of the full length of {longest:,}"
         if ready.media is None or not ready.media.cross
-        else f"  fits {num_tokens / (ready.max_model_len + ready.media.cross):.1f} requests: {ready.media.cross:,} "
-        f"positions of audio and {ready.max_model_len:,} tokens each"
+        else f"  fits {num_requests:.1f} requests: {ready.media.cross:,} positions of audio and {longest:,} tokens each"
     )
     lines += [f"  {line}" for line in _below(ready)]
     if ready.choices:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.checkpoints.sizes import format_bytes, format_each
 from quire.engine.messages import MemoryPlan, WorkerReady
 from quire.server.startup.plan_table import plan_table
-from quire.worker.messages import TierInfo
+from quire.worker.messages import CacheGroup, TierInfo
 
 GIB = 2**30
 TIERS = [TierInfo("ram", "CPU", "in RAM", 8 * GIB), TierInfo("disk", "STORAGE", "on disk", GIB // 2, saves=True)]
@@ -94,3 +94,13 @@ def test_different_sizes_look_different(sizes, apart):
     shown = [float(number.replace(",", "")) * _BYTES[unit] for number, unit in map(str.split, texts)]
     assert sorted(range(len(sizes)), key=sizes.__getitem__) == sorted(range(len(sizes)), key=shown.__getitem__)
     assert format_each(sizes[0]) == [format_bytes(sizes[0])]
+
+
+def test_requests_that_fit_hold_blocks_of_several_groups():
+    """A model with two groups that keep all tokens and one with a window: 40,960 tokens hold 5,120 + 577 blocks."""
+    groups = [CacheGroup(), CacheGroup(), CacheGroup("window", 1024)]
+    plan = MemoryPlan("cpu", GIB, GIB, weights=0, activations=0, kv_cache=GIB, reserve=0, bytes_per_block=1)
+    ready = WorkerReady(51201, 16, 40960, 256, 8192, 151936, 2, plan, groups=groups)
+    assert "fits 368,115 tokens: 9.0 requests of the full length of 40,960" in plan_table(ready)
+    states = msgspec.structs.replace(ready, groups=[CacheGroup("state")])
+    assert "fits 819,200 tokens: 20.0 requests" in plan_table(states)
