@@ -161,6 +161,7 @@ def test_same_bits_of_a_family(native_kernels, name, tmp_path):
         assert (result.error, result.token_ids, result.logprobs) == (None, wanted.token_ids, wanted.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
