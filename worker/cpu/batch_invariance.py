@@ -35,6 +35,8 @@ def resolve(config: Config, spec: ModelSpec, dtype: torch.dtype) -> tuple[bool, 
     if obstacle:
         return False, f"{_off()}: --deterministic {obstacle[0]}"
     cheap, cost = _cost(bool(config.model.quantization or spec.raw.get("quantization_config")))
+    if any(layer.index for layer in spec.layers):
+        cheap, cost = False, "tokens that choose keys are computed one by one"
     if asked:
         return True, f"as asked: {PROMISE}; {cost}"
     if cheap:

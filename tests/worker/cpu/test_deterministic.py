@@ -161,6 +161,19 @@ def test_same_bits_of_a_family(native_kernels, name, tmp_path):
         assert (result.error, result.token_ids, result.logprobs) == (None, wanted.token_ids, wanted.logprobs)
 
 
+def test_an_index_leaves_it_off_unless_asked(native_kernels, tmp_path):
+    folder = build_family("hy_v4", tmp_path, dtype="bfloat16", qk_rope_head_dim=16)
+    spec, platform = read_model_spec(folder), CpuPlatform()
+    found = {
+        asked: platform.batch_invariance(
+            Config.from_flat(model=folder, device="cpu", deterministic=asked), spec, torch.bfloat16
+        )
+        for asked in (None, True)
+    }
+    assert (found[None][0], found[True][0]) == (False, True)
+    assert all(reason.endswith("one by one") for _, reason in found.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
