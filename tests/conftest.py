@@ -29,7 +29,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from quire.worker.cpu import build
-from tests.helpers.engine.forked import forked_engines
+from tests.helpers.engine.forked import IMPORTANT, forked_engines
 from tests.helpers.models.checkpoints import build_checkpoint
 
 # a background job of a script; processes that tests start would ignore Ctrl-C, too
@@ -107,16 +107,19 @@ def _one_torch_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def _same_environment():
-    """Fail a module that leaves another environment to the modules after it."""
+    """Fail a module that leaves another environment to the modules after it. Libraries set their own: those with which
+    later engines could not be forked are reset.
+    """
     before = dict(os.environ)
     yield
     after = dict(os.environ)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    changed = {name for name in changed if name.startswith(("QUIRE_", "FAKE_"))}  # libraries set their own
+    changed = {name for name in changed if name.startswith(("QUIRE_", "FAKE_", *IMPORTANT))}
     for name in changed:
         os.environ.pop(name, None)
     os.environ.update({name: before[name] for name in changed & before.keys()})
-    assert not changed, f"left in os.environ: {sorted(changed)}"
+    ours = sorted(name for name in changed if name.startswith(("QUIRE_", "FAKE_")))
+    assert not ours, f"left in os.environ: {ours}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,8 +27,8 @@ from quire.server.engines.process import EngineProcess, python_environment
 PRELOADED = ["tests.helpers.engine.preloaded", "tests.helpers.engine.fake_executor"]
 # variables that imports depend on: an engine with others than these tests have is not forked
 IMPORTANT = ("ATEN_", "KMP_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH", "TRITON")
-# set by importing scikit-learn and torch; no engine needs them
-BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
+# set by scikit-learn, torch and Ray; no engine needs them
+BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR")
 
 _context = multiprocessing.get_context("forkserver")
 _spawn, _spawn_rank = EngineProcess._spawn, MultiprocExecutor._spawn
