@@ -7,6 +7,7 @@ in the sources, or none.
 
 from __future__ import annotations
 
+import compileall
 import importlib.util
 import logging
 from pathlib import Path
@@ -29,12 +30,23 @@ def _build_script() -> ModuleType:
     return module
 
 
+def _write_byte_code() -> None:
+    """Compile the modules in their place. Where PYTHONDONTWRITEBYTECODE is set, each start would compile them, which
+    takes as long as importing them.
+    """
+    package = Path(__file__).parent / "quire"
+    for folder in sorted({path.resolve() for path in [package, *package.iterdir()] if path.is_dir()}):
+        compileall.compile_dir(folder, quiet=1)
+
+
 class BuildWithKernels(build_py):
     """Adds the libraries to the package. An editable installation compiles its own at the first start."""
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
+        if self.editable_mode:
+            _write_byte_code()
+        else:
             self._add_kernels(Path(self.build_lib, "quire", FOLDER, "prebuilt"))
 
     def _add_kernels(self, folder: Path) -> None:

@@ -14,11 +14,14 @@ import re
 import select
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.configs.options import Option, all_options, setting_suggestion, suggestion
 from quire.configs.peers.reading import Given, is_flag, take
 from quire.configs.sources import EMBEDDED_MODEL, Settings, describe, embedded_model, resolve
+
+if TYPE_CHECKING:
+    from quire.server.engines.spawn import EarlyEngine
 
 _STDOUT = 1
 _OTHER = "--flag-of-another-server"  # stands for one among the arguments
@@ -247,7 +250,7 @@ def _use_embedded_model(parser: argparse.ArgumentParser, settings: Settings, nee
         parser.error("no model: give a folder, a GGUF file or a Hub id, as in `quire serve Qwen/Qwen3-0.6B`")
 
 
-def serve(arguments: list[str]) -> int:
+def serve(arguments: list[str], early: EarlyEngine | None = None) -> int:
     """serve a model over HTTP with OpenAI's API"""
     parser = Parser(
         prog="quire serve",
@@ -258,10 +261,12 @@ def serve(arguments: list[str]) -> int:
     add_config_flags(parser, several=True)
     settings = read_settings(parser, parser.parse_args(arguments), shows_warnings=False)
     config, told = settings.config(), (settings.sources, settings.warnings)
+    if early is not None and (config.models.are_several or config.server.headless):
+        early.close()
     if config.models.are_several:
         several = importlib.import_module("quire.server.models.launch")
         return importlib.import_module("quire.server.launch").serve(config, *told, several.ModelsLauncher)
-    spare = importlib.import_module("quire.server.engines.spare").SpareEngine()
+    spare = importlib.import_module("quire.server.engines.spare").SpareEngine(early=early)
     try:
         if not config.server.headless:
             # before it starts, because it inherits the limit
@@ -330,14 +335,14 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def main(argv: list[str]) -> int:
-    """Run `quire ARGV...` and return its exit status.
+def main(argv: list[str], early: EarlyEngine | None = None) -> int:
+    """Run `quire ARGV...` and return its exit status. `early` may be the engine of `serve`; the caller closes it.
 
     A reader of the output may close the pipe (`quire check | head`).
     """
     try:
         try:
-            return _run(argv)
+            return _run(argv, early)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -356,7 +361,7 @@ def _stdout_is_closed() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], early: EarlyEngine | None) -> int:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {run.__doc__}" for name, run in COMMANDS.items())
     parser = Parser(
@@ -372,4 +377,4 @@ def _run(argv: list[str]) -> int:
     command = COMMANDS.get(arguments.command.replace("_", "-"))
     if command is None:
         parser.error(f"unknown command {arguments.command!r}{suggestion(arguments.command, COMMANDS)}")
-    return command(argv[1:])
+    return serve(argv[1:], early) if command is serve else command(argv[1:])

@@ -40,8 +40,6 @@ __all__ = [
     "MAX_NGRAM_COMPARISONS",
     "NO_COUNTS",
     "SAMPLERS",
-    "STACKS_FOLDER",
-    "STACKS_SUFFIX",
     "AbortRequests",
     "AddRequest",
     "Alignment",
@@ -83,8 +81,6 @@ __all__ = [
 
 
 # environment variable that names the folder in which an engine's processes write their stack dumps, one file each
-STACKS_FOLDER = "QUIRE_STACKS_FOLDER"
-STACKS_SUFFIX = ".stacks"
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):

@@ -22,7 +22,7 @@ from quire.configs.config import Config
 from quire.configs.log_format import apply_log_config, formatter
 from quire.configs.log_ring import LogRing
 from quire.configs.serving import ServerConfig
-from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
+from quire.configs.stacks import STACKS_FOLDER, STACKS_SUFFIX
 
 EXIT_SIGNAL = signal.SIGUSR1  # the thread that watches stdin sends it to the main thread
 RENDEZVOUS = "rendezvous"  # file in the engine's folder through which the ranks of one machine find each other

@@ -11,17 +11,26 @@ def main() -> int:
     _open_standard_streams()
     _set_home()
     ended: list[int] = []
-    serves = sys.argv[1:2] == ["serve"]
+    serves, early = sys.argv[1:2] == ["serve"], None
     if serves:
         atexit.register(_end, ended)  # the first to be registered runs last
     try:
+        if serves:  # first, because its imports take longest
+            from quire.server.engines.spawn import early_engine
+            from quire.server.frontends.descriptors import raise_descriptor_limit
+
+            raise_descriptor_limit()  # before the engine starts, because it inherits the limit
+            early = early_engine(sys.argv[2:])
         from quire.cli.main import main as cli_main
 
-        ended.append(cli_main(sys.argv[1:]))
+        ended.append(cli_main(sys.argv[1:], early))
     except KeyboardInterrupt:
         if not serves:
             raise
         ended.append(0)  # Ctrl-C during the imports, before `server/launch.py` handles signals
+    finally:
+        if early is not None:
+            early.close()
     return ended[0]
 
 

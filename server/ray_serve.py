@@ -21,7 +21,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from quire.server.engines.process import python_environment
+from quire.server.engines.spawn import python_environment
 
 try:
     import aiohttp

@@ -31,9 +31,9 @@ import msgspec
 from quire.configs import platforms
 from quire.configs.config import Config
 from quire.configs.sockets import bind
+from quire.configs.stacks import STACKS_FOLDER
 from quire.engine.executor.base import OF_ALL, Executor, Pending, ReportProgress, first_reason
 from quire.engine.executor.nodes import RemoteRanks, join, use_interface
-from quire.engine.messages import STACKS_FOLDER
 from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, no_collection, start_logging
 from quire.worker.host import torch_start
 from quire.worker.messages import StepInput, StepOutput, WorkerReady

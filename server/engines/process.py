@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 from quire.configs.config import Config
-from quire.engine.messages import STACKS_FOLDER, STACKS_SUFFIX
-
-# the folder of the package quire; added to a child's path, so that it can import quire even if it is not installed
-ROOT = Path(find_spec("quire").origin).resolve().parent.parent
-_MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
+from quire.configs.stacks import STACKS_SUFFIX
+from quire.server.engines.spawn import EarlyEngine, address_in, end, socket_folder, spawn
 
 
 class EngineProcess:
@@ -34,13 +27,25 @@ class EngineProcess:
 
     is_remote = False
 
-    def __init__(self, config: Config | None, index: int = 0, address: str | None = None, slot: int | None = None):
-        """Create the process; `slot` is the engine's number on this machine, if it differs from `index`."""
+    def __init__(
+        self,
+        config: Config | None,
+        index: int = 0,
+        address: str | None = None,
+        slot: int | None = None,
+        early: EarlyEngine | None = None,
+    ):
+        """Create the process, or take over an `early` one; `slot` is the engine's number on this machine, if it differs
+        from `index`.
+        """
         self.config, self.index, self._slot = config, index, index if slot is None else slot
         self._process: subprocess.Popen | None = None
         self._killed = False
-        self._folder = _socket_folder()
-        self.address = address or f"ipc://{self._folder}/engine"
+        if early is None:
+            self._folder = socket_folder()
+        else:
+            self._folder, self._process = early.folder, early.take()
+        self.address = address or address_in(self._folder)
 
     def preload(self, executor: str, niceness: int = 0) -> None:
         """Start a process that imports `executor`, a value of `distributed_executor_backend`, and waits for `start`.
@@ -65,13 +70,7 @@ class EngineProcess:
             self._process.stdin.flush()
 
     def _spawn(self, environment: dict[str, str], *arguments: str) -> None:
-        # -P: modules in the current folder must not shadow ours
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "quire.engine.core", self.address, str(self.index), *arguments],
-            stdin=subprocess.PIPE,
-            env=python_environment() | {STACKS_FOLDER: self._folder} | environment,
-            process_group=0,
-        )
+        self._process = spawn(self.address, self._folder, self.index, environment, arguments)
 
     @property
     def pid(self) -> int:
@@ -129,13 +128,8 @@ class EngineProcess:
         """Kill the engine and its remaining workers with SIGKILL. Idempotent."""
         if self._killed:
             return
-        self._killed = True  # once: the group id may be reused later
-        if self._process is not None:  # it may have failed to start
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._killed = True
+        end(self._process, self._folder)
 
 
 def describe_exit(code: int) -> str:
@@ -145,16 +139,6 @@ def describe_exit(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-def python_environment() -> dict[str, str]:
-    """Return the environment for a child process that imports quire.
-
-    Torch threads that spin after an operation would occupy the cores that threads of the native kernels need next:
-    models that alternate between the two were five times slower on two cores.
-    """
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": paths}
 
 
 def _devices(config: Config, index: int, visible: str | None) -> str:
@@ -168,12 +152,3 @@ def _devices(config: Config, index: int, visible: str | None) -> str:
         return ",".join(map(str, mine))
     devices = [device for device in visible.split(",") if device.strip()]
     return ",".join(devices[i] for i in mine if i < len(devices))
-
-
-def _socket_folder() -> str:
-    """Return a new private folder whose path is short enough for a Unix socket."""
-    folder = tempfile.mkdtemp(prefix="quire-")
-    if len(folder) + len("/engine") > _MAX_SOCKET_PATH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="quire-", dir="/tmp")
-    return folder

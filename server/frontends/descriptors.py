@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.configs import platforms
+
+if TYPE_CHECKING:  # a process starts its engine after importing this file, and before that package
+    import asyncio
 
 logger = logging.getLogger("quire")
 

@@ -22,7 +22,8 @@ from quire.configs.config import Config
 from quire.engine.messages import EngineStats, Progress, Ready
 from quire.server.engines.client import EngineClient
 from quire.server.engines.pool import EnginePool
-from quire.server.engines.process import describe_exit, python_environment
+from quire.server.engines.process import describe_exit
+from quire.server.engines.spawn import python_environment
 from quire.server.engines.supervisor import DEATH_WINDOW, MAX_DEATHS, START_RETRY, in_thread
 from quire.server.engines.turns import Turns
 from quire.server.errors import ApiError

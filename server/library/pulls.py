@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from quire.server.engines.process import python_environment
+from quire.server.engines.spawn import python_environment
 from quire.server.errors import BadRequest, EngineError, Unavailable
 
 MAX_PULLS = 4  # at once

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.server.engines.process import python_environment
+from quire.server.engines.spawn import python_environment
 from quire.server.models.entry import ModelEntry
 from quire.server.models.need import Planned
 

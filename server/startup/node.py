@@ -15,7 +15,7 @@ import msgspec
 from quire.checkpoints import hub
 from quire.configs.config import Config
 from quire.configs.speculation import draft_model_of
-from quire.server.engines.process import python_environment
+from quire.server.engines.spawn import python_environment
 from quire.server.startup.checks import local_config
 from quire.server.startup.remote_engines import RemoteEngines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -132,6 +133,15 @@ def test_the_source_distribution_makes_the_same_wheel(source, wheel, tmp_path):
     again = make_wheel(archive, tmp_path, source[1])
     assert again.name == wheel.name
     assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_an_editable_installation_has_byte_code(source, tmp_path):
+    folder, variables = source
+    code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path, cwd=folder, env=variables | {"PYTHONDONTWRITEBYTECODE": "1"})
+    for name in ("quire/__init__.py", "engine/core.py", "server/api/openai/routes.py"):
+        compiled = Path(importlib.util.cache_from_source(str(folder / name)))
+        assert str(folder / name).encode() in compiled.read_bytes()
 
 
 def test_the_command_works_next_to_modules_of_the_user(installed, users_folder):

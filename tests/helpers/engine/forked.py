@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
+from quire.configs.stacks import STACKS_FOLDER
 from quire.engine.executor.multiproc import MultiprocExecutor, worker_main
-from quire.engine.messages import STACKS_FOLDER
-from quire.server.engines.process import EngineProcess, python_environment
+from quire.server.engines.process import EngineProcess
+from quire.server.engines.spawn import python_environment
 
 PRELOADED = ["tests.helpers.engine.preloaded", "tests.helpers.engine.fake_executor"]
 # variables that imports depend on: an engine with others than these tests have is not forked

@@ -14,7 +14,8 @@ from quire.configs.config import Config
 from quire.engine.messages import Progress, Ready
 from quire.server.engines import supervisor as module
 from quire.server.engines.client import EngineUnavailable
-from quire.server.engines.process import describe_exit, python_environment
+from quire.server.engines.process import describe_exit
+from quire.server.engines.spawn import python_environment
 from quire.server.engines.supervisor import EngineFailed, Supervisor
 from tests.helpers.server.fake_engine import ready
 
