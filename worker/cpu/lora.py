@@ -21,7 +21,7 @@ from quire.worker.cpu.native import (
     LoraTilesArgs,
 )
 from quire.worker.cpu.ops import DTYPES
-from quire.worker.layers.linear import Linear
+from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.layers.lora import Adapted, Group, LoraRows, LoraWeights, StepLora, add_lora
 
 _FEW_ROWS = 32  # that tiles of AMX are not used for
@@ -38,6 +38,7 @@ class PackedLora:
         self._owned: list[object] = []  # what the structs point to
         self._packed_a: torch.Tensor | None = None
         self._many: LoraMatricesArgs | None = None
+        self._in: tuple[LinearMethod, LoraMatricesArgs] | None = None
         self.alone = self.args()
 
     @classmethod
@@ -54,9 +55,11 @@ class PackedLora:
 
     def args_in(self, linear: Linear) -> LoraMatricesArgs:
         """Return the C struct for products that add the adapter to those of `linear`, a packed layer."""
-        args = self._args(linear.out_features // 2 if linear.gated else None)
-        self._add_tiles(args, linear.method.args())
-        return args
+        if self._in is None or self._in[0] is not linear.method:
+            args = self._args(linear.out_features // 2 if linear.gated else None)
+            self._add_tiles(args, linear.method.args())
+            self._in = linear.method, args
+        return self._in[1]
 
     @property
     def many(self) -> LoraMatricesArgs:
@@ -89,11 +92,13 @@ class PackedLora:
             args.tiles = addressof(tiles)
 
     def _tiles_of_a(self) -> torch.Tensor:
-        """Return A `[r, k]`, packed like a weight."""
+        """Return A `[r, k]`, packed like a weight; the last 16 or fewer rows have one tile per k-step, not two."""
         if self._packed_a is None:
-            self._packed_a = torch.empty(-(-self.rank // 32) * -(-self.k // 32) * 1024, dtype=torch.bfloat16)
+            packed = torch.empty(-(-self.rank // 32), -(-self.k // 32), 2, 512, dtype=torch.bfloat16)
             sizes = self.rank, self.k, 0
-            KERNELS.lib.quire_gemm_pack(self.a.data_ptr(), self.a.stride(0), self._packed_a.data_ptr(), *sizes)
+            KERNELS.lib.quire_gemm_pack(self.a.data_ptr(), self.a.stride(0), packed.data_ptr(), *sizes)
+            whole = (self.rank + 15) // 32
+            self._packed_a = torch.cat([packed[:whole].flatten(), packed[whole:, :, 0].flatten()])
         return self._packed_a
 
 
@@ -142,6 +147,19 @@ def add_native(x: torch.Tensor, out: torch.Tensor, groups: Sequence[Group], fixe
         DTYPES[out.dtype],
         fixed_order,
     )
+
+
+def run_adapted(linear: Linear, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """Return the product of x `[T, k]` bfloat16 and `linear`, a packed layer, with what adapters add, after the
+    activation if there is one: the same bits as in a call for all layers.
+    """
+    x, args = x if x.stride(1) == 1 else x.contiguous(), linear.method.args()
+    layers = [PackedLora.from_weights(weights).args_in(linear) for _, weights in groups]
+    rows = (LoraRowsArgs * len(groups))(*(rows_args(one, addressof(of)) for (one, _), of in zip(groups, layers)))
+    out = torch.empty(len(x), linear.out_features // (2 if linear.gated else 1), dtype=torch.bfloat16)
+    pointers = byref(args), x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
+    KERNELS.lib.quire_run_adapted(*pointers, len(x), rows, len(groups))
+    return out
 
 
 class SegmentsLora:

@@ -189,13 +189,13 @@ class LoraMatricesArgs(ctypes.Structure):
 
 
 class LoraColumnsArgs(ctypes.Structure):
-    """Adapters' terms of 16 columns of a product of many rows. Mirrors `LoraColumns` in lora_tiles.h."""
+    """Adapters' terms of 16 columns of a product. Mirrors `LoraColumns` in lora_tiles.h."""
 
     _fields_ = [("b", _P), ("inner", _L), ("wide", _L), ("narrow", _L)]
 
 
 class LoraTilesArgs(ctypes.Structure):
-    """A layer's matrices for products of many rows on AMX. Mirrors `LoraTiles` in lora_tiles.h."""
+    """A layer's matrices for products on AMX. Mirrors `LoraTiles` in lora_tiles.h."""
 
     _fields_ = [("a", _P), ("columns", _P), ("num_columns", _L), ("width", _L)]
 
@@ -282,6 +282,7 @@ _SIGNATURES = {
         [ctypes.POINTER(LoraMatricesArgs), _P, ctypes.POINTER(LoraTilesArgs), _P, _P, _L],
         ctypes.c_bool,
     ),
+    "quire_run_adapted": ([ctypes.POINTER(LinearArgs), _P, _L, _P, _L, _L, _P, _L], None),
     "quire_run_segment": ([ctypes.POINTER(SegmentArgs), _P, _L, _P, _P, _P, _P, _L, _P, _L, _P, _L], None),
     "quire_run_layers": (
         [

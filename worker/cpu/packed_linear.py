@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from quire.worker.cpu.lora import run_adapted
 from quire.worker.cpu.native import LinearArgs
 from quire.worker.cpu.native_linear import MixedLinear, PackedLinear, QuantizedLinear
 from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.linear import Linear, LinearMethod
+from quire.worker.layers.lora import Group
 
 
 class PackedMethod(LinearMethod):
@@ -34,6 +38,9 @@ class PackedMethod(LinearMethod):
 
     def apply_halves(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         return self.linear.halves(x)
+
+    def apply_adapted(self, layer: Linear, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+        return run_adapted(layer, x, groups)
 
 
 class NativeQuantMethod(LinearMethod):

@@ -10,7 +10,7 @@ Parameters are created uninitialised, with torch's default dtype and device (`mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -25,6 +25,7 @@ from quire.worker.host import huge_pages
 from quire.worker.host.huge_pages import Workspace
 from quire.worker.layers.activation import FUSED, gated
 from quire.worker.layers.layer_ops import LayerOps
+from quire.worker.layers.lora import Group as LoraGroup
 from quire.worker.layers.lora import LinearLora
 from quire.worker.layers.onednn import Arranged, multiplies
 from quire.worker.layers.rounding import Rounding
@@ -152,6 +153,12 @@ class LinearMethod:
         dtype or in float32.
         """
         return self.apply(layer, x)
+
+    def apply_adapted(self, layer: Linear, x: torch.Tensor, groups: Sequence[LoraGroup]) -> torch.Tensor | None:
+        """Multiply as `apply`, or `apply_gated`, does, and add what adapters add before the activation and the
+        rounding. Returns None if the caller must add it.
+        """
+        return None
 
     def dense_weight(self, layer: Linear) -> torch.Tensor | None:
         """Return the weight `[out_features, in_features]` by which `apply` multiplies one row, with `product`, or None
@@ -289,8 +296,17 @@ class Linear(nn.Module):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with this rank's weights and, for rows that have an adapter, with the adapter's."""
+        if (adapted := self.adapted(x)) is not None:
+            return adapted
         out = self.method.apply(self, x)
         return out if self.lora is None else self.lora.add(x, out, self.ops)
+
+    def adapted(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the product with this rank's weights and the adapters', if rows have some and one call computes it,
+        after the activation that the method applies.
+        """
+        groups = [] if self.lora is None else self.lora.groups(len(x))
+        return self.method.apply_adapted(self, x, groups) if groups else None
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -400,6 +416,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.gated:
             return self.activate(self.product(x))
+        if (adapted := self.adapted(x)) is not None:
+            return adapted
         if self.lora is not None and self.lora.applies():
             halves = self.lora.add(x, self.method.apply_halves(self, x), self.ops)
             return self.activate(halves).to(x.dtype)

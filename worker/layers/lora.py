@@ -110,6 +110,12 @@ class LinearLora:
         """Return whether an adapter of the step has matrices for this layer."""
         return self.step.recorded is not None or any(rows.key in self.weights for rows in self.step.rows)
 
+    def groups(self, num_rows: int) -> list[Group]:
+        """Return the step's rows by adapter, and their matrices, of a layer that computes `num_rows`."""
+        return [
+            (rows, self.weights[rows.key]) for rows in self.step.rows_for(num_rows) if rows.key in self.weights
+        ]
+
     def add(self, x: torch.Tensor, out: torch.Tensor, ops: LayerOps | None) -> torch.Tensor:
         """Return `out` `[T, out]`, the layer's product of x `[T, in]`, plus the adapters' products. Overwrites
         `out`.
@@ -117,8 +123,7 @@ class LinearLora:
         if self.step.recorded is not None:
             ops.add_lora_slots(x, out, self.step.recorded, self.slots)
             return out
-        groups = [(rows, self.weights[rows.key]) for rows in self.step.rows_for(len(x)) if rows.key in self.weights]
-        if groups:
+        if groups := self.groups(len(x)):
             (ops.add_lora if ops else add_lora)(x, out, groups, self.step.fixed_order)
         return out
 

@@ -199,6 +199,8 @@ class Adapters:
     def place_rows(self, batch: InputBatch) -> None:
         """Give the layers the rows of each adapter."""
         num_tokens = self.step.num_tokens = len(batch.input_ids)
+        if self.step.fixed_order:  # of the adapters of a row, too
+            self._tokens = dict(sorted(self._tokens.items()))
         self.step.rows = [self._group(key, *found, num_tokens) for key, found in self._tokens.items()]
         if batch.needed_rows is not None:
             places = {token: place for place, token in enumerate(self._needed(batch.step, batch))}

@@ -13,6 +13,8 @@ from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
 from quire.worker.cpu.fixed_order_linear import fix_order
 from quire.worker.cpu.lora import add_native
 from quire.worker.cpu.native_linear import PackedLinear, QuantizedLinear
+from quire.worker.cpu.packed_linear import PackedMethod
+from quire.worker.layers.linear import LinearMethod
 from quire.worker.layers.lora import LoraRows, LoraWeights, add_lora
 from tests.worker.cpu.test_segments import STEPS, _model, _play
 
@@ -222,9 +224,9 @@ def test_same_bits_as_layer_by_layer(checkpoint, native_kernels, monkeypatch, na
 @pytest.mark.parametrize(
     ("name", "quantization"), [("qwen3", None), ("llama-bias", None), ("llama-tied", "int8"), ("qwen3", "int4")]
 )
-def test_sums_of_many_rows_take_adapters(checkpoint, native_kernels, monkeypatch, name, quantization):
-    """Where products of many rows add the adapters to their sums, results are as near to those in float32 as if the
-    adapters were added afterwards.
+def test_sums_of_products_take_adapters(checkpoint, native_kernels, monkeypatch, name, quantization):
+    """Where products add the adapters to their sums, results are as near to those in float32 as if the adapters were
+    added afterwards.
     """
     folder = checkpoint(name, dtype="bfloat16")
     model = _model(folder, quantization=quantization)
@@ -236,6 +238,7 @@ def test_sums_of_many_rows_take_adapters(checkpoint, native_kernels, monkeypatch
     tiles = {bool(one.tiles) for table in tables for one in table if one.a}
     assert tiles == {native_kernels.level == "amx"}
     monkeypatch.setattr(model.model, "fused_layers", lambda: None)
+    monkeypatch.setattr(PackedMethod, "apply_adapted", LinearMethod.apply_adapted)
     expected = _play(model, CpuNativeAttention())
     for ours, theirs, plain in zip(got, expected, base):
         assert (ours - theirs).norm() < 0.05 * (theirs - plain).norm()

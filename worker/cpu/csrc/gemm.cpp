@@ -70,7 +70,10 @@ void run_all(const std::vector<Gemm>& products, int path) {
 }  // namespace
 
 bool adds_lora(const Linear& l, long rows) {
-  const Gemm g{nullptr, 0, nullptr, nullptr, nullptr, 0, int(rows), int(l.n), int(l.k), 0, 0, l.quant, l.compact};
+#if QUIRE_AMX
+  if (!l.quant) return l.path != 1 && amx_permitted();  // for any number of rows: the same order of sums
+#endif
+  const Gemm g{nullptr, 0, nullptr, nullptr, nullptr, 0, int(rows), int(l.n), int(l.k), 0, 0, l.quant};
   return l.path == 0 && by_many_rows(g, 0);
 }
 

@@ -29,8 +29,8 @@ struct Gemm {
   int out_f32, gated;  // out_f32: 0 bf16, 1 float32 logits, 2 other float32; gated: an `Activation`
   const Quant* quant = nullptr;  // replaces `packed`, as does `compact`
   const Compact* compact = nullptr;
-  const Sink* sink = nullptr;  // replaces `out`; only for products of many rows, as is `lora`
-  const LoraSums* lora = nullptr;  // is added to the sums
+  const Sink* sink = nullptr;  // replaces `out`; only for products of many rows
+  const LoraSums* lora = nullptr;  // is added to the sums, if they are those of tiles of bf16
   long lora_block = 0;             // the block of `lora` that belongs to block 0
 
   int k_steps() const { return quant ? 2 * quant->k_steps : (k + kStep - 1) / kStep; }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm.h"
+#include "lora_tiles.h"
 
 #if QUIRE_AMX
 
@@ -27,6 +28,7 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
     }
   };
   auto tiles = [&](int s) -> const bf16* { return COMPACT ? ring[s % (2 * kAhead)] : packed + s * kStepElems; };
+  if (g.lora) g.lora->fetch(g.lora_block + nb);
   TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
   if (COMPACT) for (int s = 0; s < kAhead; s++) fetch(s);
   for (int s = 0; s < steps; s++) {
@@ -43,6 +45,7 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
     TILE_DP(2, 5, 6);
     TILE_DP(3, 5, 7);
   }
+  if (g.lora) g.lora->add(0, g.lora_block + nb);
   if (g.m > 16) { TILE_STORE(2, c[2], 64); TILE_STORE(3, c[3], 64); }
   TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64);
   for (int r = 0; r < g.m; r++)

@@ -134,7 +134,7 @@ std::vector<Span<T>> spans(const LoraStep& step, const T* x, long ldx) {
     const LoraMatrices& m = g->layers[step.layer];
     const int64_t *begin = std::lower_bound(g->rows, g->rows + g->count, step.begin),
                   *end = std::lower_bound(begin, g->rows + g->count, step.end);
-    if (!m.a || begin == end) continue;
+    if (!step.takes(m) || begin == end) continue;
     found.push_back({&m, begin, g->scales ? g->scales + (begin - g->rows) : nullptr, end - begin, step.begin, nullptr,
                      x, ldx, nullptr});
     floats += found.back().count * found.back().ld_inner();
@@ -159,7 +159,7 @@ std::vector<Span<T>> spans(const LoraStep& step, const T* x, long ldx) {
 bool LoraStep::applies() const {
   for (const LoraRows *g = groups, *last = g + count; g < last; g++) {
     const int64_t* first = std::lower_bound(g->rows, g->rows + g->count, begin);
-    if (g->layers[layer].a && first < g->rows + g->count && *first < end) return true;
+    if (takes(g->layers[layer]) && first < g->rows + g->count && *first < end) return true;
   }
   return false;
 }
@@ -199,11 +199,11 @@ extern "C" {
 // type, too, or is float32. fixed: the sums of a row have one order, whatever the other rows.
 void quire_add_lora(const LoraRows* groups, long num_groups, const void* x, long ldx, void* out, long ldo, long tokens,
                     int dtype, int out_dtype, bool fixed) {
-  const LoraStep step{groups, num_groups, 0, 0, tokens};
-  if (dtype == 1 && !fixed &&
-      (out_dtype == 1 ? add_lora_tiles(step, (const bf16*)x, ldx, (bf16*)out, ldo)
-                      : add_lora_tiles(step, (const bf16*)x, ldx, (float*)out, ldo)))
-    return;
+  LoraStep step{groups, num_groups, 0, 0, tokens};
+  if (dtype == 1 && !fixed) {
+    step.untiled = out_dtype == 1 ? add_lora_tiles(step, (const bf16*)x, ldx, (bf16*)out, ldo)
+                                  : add_lora_tiles(step, (const bf16*)x, ldx, (float*)out, ldo);
+  }
   if (dtype == 0) return add_lora(step, (const float*)x, ldx, (float*)out, ldo);
   if (dtype == 1 && out_dtype == 1) return add_lora(step, (const bf16*)x, ldx, (bf16*)out, ldo);
   if (dtype == 1) return add_lora(step, (const bf16*)x, ldx, (float*)out, ldo);

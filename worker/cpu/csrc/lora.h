@@ -36,8 +36,12 @@ struct LoraRows {
 struct LoraStep {
   const LoraRows* groups;
   long count, layer, begin, end;
+  bool untiled = false;  // only of adapters without tiles: a LoraSums adds the others
 
-  LoraStep of(long number) const { return {groups, count, number, begin, end}; }
+  LoraStep of(long number) const { return {groups, count, number, begin, end, untiled}; }
+  LoraStep rows(long first, long last) const { return {groups, count, layer, first, last, untiled}; }
+  LoraStep rest() const { return {groups, count, layer, begin, end, true}; }
+  bool takes(const LoraMatrices& m) const { return m.a && !(untiled && m.tiles); }
   // Whether it adds anything.
   bool applies() const;
 };

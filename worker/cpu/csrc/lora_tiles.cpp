@@ -2,15 +2,15 @@
 #include "lora_tiles.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
 
 #include "paired_rows.h"
 
 namespace {
 
 constexpr long kPair = 32;  // rows of two tiles
-// At least one in so many rows of the pairs that an adapter is multiplied with must have it: for fewer, float vectors
-// multiply the rows one by one faster.
-constexpr long kMostRowsPerRow = 8;
 
 // The packed layer that has block `block` of a chain of layers, and the block's number there.
 const Linear* layer_of(const Linear* linear, long& block) {
@@ -25,18 +25,23 @@ float scale_of(const Linear* linear, long block) {
   return layer->compact ? layer->compact->scales[block] : 1.f;
 }
 
-// Writes B's columns 16 i .. of the part, divided by `scale`, as right operands.
-void pack_columns_of_b(const LoraPart& part, long i, float scale, bf16* to) {
+// Writes B's columns 16 i .. of the part, divided by `scale`, as right operands. Returns whether all are finite: others
+// would reach rows without the adapter.
+bool pack_columns_of_b(const LoraPart& part, long i, float scale, bf16* to) {
   const LoraSteps steps(part.rank);
   const bf16* b = (const bf16*)part.b + i / 2 * part.rank * 32 + i % 2 * 16;  // of rank r: b + 32 r
+  bool finite = true;
   for (long s = 0; s < steps.wide + steps.narrow; s++)
     for (long k = 0; k < 32; k++) {
       const long r = s * 32 + (s < steps.wide ? k : k % 16);
       for (long c = 0; c < 16; c++) {
         const bool given = r < part.rank && i * 16 + c < part.columns;
-        to[s * 512 + k / 2 * 32 + c * 2 + k % 2] = to_bf16(given ? to_float(b[r * 32 + c]) / scale : 0.f);
+        bf16& value = to[s * 512 + k / 2 * 32 + c * 2 + k % 2];
+        value = to_bf16(given ? to_float(b[r * 32 + c]) / scale : 0.f);
+        finite &= std::isfinite(to_float(value));
       }
     }
+  return finite;
 }
 
 #if QUIRE_AMX
@@ -46,32 +51,74 @@ void split(vf value, bf16* to, long apart) {
   store(to + apart, value - load(to));
 }
 
+// The rows of a pair that have an adapter, and their scales.
+struct PairRows {
+  uint32_t has = 0;
+  float scales[kPair];
+  PairRows(const LoraRows& g, const LoraStep& step, long pair) {
+    const long begin = step.begin + pair * kPair, end = std::min(begin + kPair, step.end);
+    const int64_t *first = std::lower_bound(g.rows, g.rows + g.count, begin),
+                  *last = std::lower_bound(first, g.rows + g.count, end);
+    for (; first < last; first++) {
+      has |= 1u << (*first - begin);
+      scales[*first - begin] = g.scales ? g.scales[first - g.rows] : 1.f;
+    }
+  }
+  bool upper() const { return has & 0xffff; }
+  bool lower() const { return has >> 16; }
+};
+
+thread_local Scratch inner_scratch, sums_scratch;
+
 // Computes the inner rows of one adapter for one pair.
 class Inner {
  public:
   Inner(const LoraMatrices& m, long k_steps)
-      : m_(m), k_steps_(k_steps), columns_((m.rank + 31) / 32 * 32), sums_(kPair * ld() + 16) {}
+      : m_(m), k_steps_(k_steps), columns_((m.rank + 15) / 16 * 16),
+        sums_((float*)sums_scratch.get(kPair * ld() * sizeof(float))) {
+    for (long r = 0; r < kPair; r++) store(sums_ + r * ld() + columns_, zero());
+  }
 
-  // scales: of the rows of the pair
-  void compute(const bf16* x, long ldx, const float* scales, bf16* to) {
-    multiply(x, ldx);
+  void compute(const bf16* x, long ldx, const PairRows& rows, bf16* to) {
+    multiply(x, ldx, rows.upper(), rows.lower());
     for (long r = 0; r < kPair; r++, to += m_.tiles->width) {
+      if (!(rows.has >> r & 1)) {
+        memset(to, 0, m_.tiles->width * sizeof(bf16));
+        continue;
+      }
       bf16* at = to;
       for (const LoraPart *p = m_.parts, *end = p + m_.num_parts; p < end; p++)
-        at = write(*p, sums_.data() + r * ld() + p->first, set1(scales[r]), at);
+        at = write(*p, sums_ + r * ld() + p->first, set1(rows.scales[r]), at);
     }
   }
 
  private:
   long ld() const { return columns_ + 16; }  // a vector may begin at the last column
 
-  void multiply(const bf16* x, long ldx) {
+  void multiply(const bf16* x, long ldx, bool upper, bool lower) {
+    alignas(64) char spare[1024];
     for (long c = 0; c < columns_; c += 32) {
+      const bool both = columns_ - c > 16;
+      const bf16 *a = m_.tiles->a + c * k_steps_ * kStep, *left = x;
       TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
-      amx_tiles_2x2(x, ldx, m_.tiles->a + c * k_steps_ * kStep, int(k_steps_));
-      float *upper = sums_.data() + c, *lower = upper + 16 * ld();
-      TILE_STORE(0, upper, ld() * 4); TILE_STORE(1, upper + 16, ld() * 4);
-      TILE_STORE(2, lower, ld() * 4); TILE_STORE(3, lower + 16, ld() * 4);
+      for (long s = 0; s < k_steps_; s++, a += both ? 1024 : 512, left += kStep) {
+        TILE_LOAD(6, a, 64);
+        if (both) TILE_LOAD(7, a + 512, 64);
+        if (upper) {
+          TILE_LOAD(4, left, ldx * 2);
+          TILE_DP(0, 4, 6);
+          if (both) TILE_DP(1, 4, 7);
+        }
+        if (lower) {
+          TILE_LOAD(5, left + 16 * ldx, ldx * 2);
+          TILE_DP(2, 5, 6);
+          if (both) TILE_DP(3, 5, 7);
+        }
+        if (s % kKeepAwake == 0) TILE_STORE(6, spare, 64);
+      }
+      float *first = sums_ + c, *second = first + 16 * ld();
+      if (upper) { TILE_STORE(0, first, ld() * 4); TILE_STORE(1, first + 16, ld() * 4); }
+      if (lower) { TILE_STORE(2, second, ld() * 4); TILE_STORE(3, second + 16, ld() * 4); }
     }
   }
 
@@ -86,51 +133,8 @@ class Inner {
 
   const LoraMatrices& m_;
   long k_steps_, columns_;
-  std::vector<float> sums_;
+  float* sums_;
 };
-
-thread_local Scratch inner_scratch;
-
-// The scales of the rows of a pair, zero for rows without the adapter. Returns whether any row has it.
-bool scales_of_pair(const LoraRows& g, const LoraStep& step, long pair, float* scales) {
-  const long begin = step.begin + pair * kPair, end = std::min(begin + kPair, step.end);
-  const int64_t *first = std::lower_bound(g.rows, g.rows + g.count, begin),
-                *last = std::lower_bound(first, g.rows + g.count, end);
-  if (first == last) return false;
-  std::fill(scales, scales + kPair, 0.f);
-  for (; first < last; first++) scales[*first - begin] = g.scales ? g.scales[first - g.rows] : 1.f;
-  return true;
-}
-
-// One adapter's share of a step: the pairs that have rows of it.
-struct Share {
-  const LoraRows* group;
-  const LoraMatrices* matrices;
-  std::vector<int> pairs;
-};
-
-// Returns the adapters that have matrices for the layer and rows in the step; none if tiles would not pay.
-std::vector<Share> shares(const LoraStep& step) {
-  const long pairs = (step.end - step.begin + kPair - 1) / kPair;
-  std::vector<Share> found;
-  long given = 0, multiplied = 0;
-  for (const LoraRows *g = step.groups, *last = g + step.count; g < last; g++) {
-    const LoraMatrices& m = g->layers[step.layer];
-    if (!m.a) continue;
-    Share share{g, &m, {}};
-    float scales[kPair];
-    for (int p = 0; p < pairs; p++)
-      if (scales_of_pair(*g, step, p, scales)) share.pairs.push_back(p);
-    if (share.pairs.empty()) continue;
-    if (!m.tiles) return {};
-    given += std::lower_bound(g->rows, g->rows + g->count, step.end) -
-             std::lower_bound(g->rows, g->rows + g->count, step.begin);
-    multiplied += long(share.pairs.size()) * kPair;
-    found.push_back(std::move(share));
-  }
-  if (multiplied > kMostRowsPerRow * given) found.clear();
-  return found;
-}
 
 // Adds 16 columns of sums to bf16 or float32 rows.
 template <typename O>
@@ -150,42 +154,51 @@ void add_columns(const float* sums, O* out, long ldo, long rows, long width) {
 LoraSums::LoraSums(const LoraStep& step, const bf16* x, long ldx) {
 #if QUIRE_AMX
   if (!step.count || !amx_permitted()) return;
-  const std::vector<Share> found = shares(step);
-  const long rows = step.end - step.begin, pairs = (rows + kPair - 1) / kPair;
-  if (found.empty() || rows <= kPair) return;
   struct Piece {
-    const Share* share;
+    const LoraMatrices* matrices;
+    PairRows rows;
     int pair;
-    bf16* inner;
+    size_t span;
   };
+  const long rows = step.end - step.begin, pairs = (rows + kPair - 1) / kPair;
   std::vector<Piece> pieces;
   size_t size = 0;
-  for (const Share& s : found) size += s.pairs.size() * kPair * s.matrices->tiles->width;
-  bf16* memory = (bf16*)inner_scratch.get(size * sizeof(bf16));
-  for (const Share& s : found) {
-    spans_.push_back({s.matrices->tiles, std::vector<const bf16*>(pairs)});
-    for (int p : s.pairs) {
-      pieces.push_back({&s, p, memory});
-      spans_.back().inner[p] = memory;
-      memory += kPair * s.matrices->tiles->width;
-    }
+  for (const LoraRows *g = step.groups, *last = g + step.count; g < last; g++) {
+    const LoraMatrices& m = g->layers[step.layer];
+    if (!m.a || !m.tiles) continue;
+    const size_t span = spans_.size(), before = pieces.size();
+    for (int p = 0; p < pairs; p++)
+      if (const PairRows found(*g, step, p); found.has) pieces.push_back({&m, found, p, span});
+    if (pieces.size() == before) continue;
+    spans_.push_back({m.tiles, std::vector<Pair>(pairs)});
+    size += (pieces.size() - before) * kPair * m.tiles->width;
   }
-  const long k = found[0].matrices->k, k_steps = (k + kStep - 1) / kStep;
+  if (pieces.empty()) return;
+  bf16* memory = (bf16*)inner_scratch.get(size * sizeof(bf16));
+  for (const Piece& p : pieces) {
+    spans_[p.span].pairs[p.pair] = {memory, p.rows.upper(), p.rows.lower()};
+    memory += kPair * p.matrices->tiles->width;
+  }
   Gemm g{};
-  g.x = x, g.ldx = ldx, g.m = int(rows), g.k = int(k);
-  const PairedRows paired(g);
+  g.x = x, g.ldx = ldx, g.m = int(rows), g.k = int(pieces[0].matrices->k);
+  const bool few = rows <= kPair;
+  std::optional<PaddedRows> padded;
+  std::optional<PairedRows> paired;
+  if (few) padded.emplace(g, kStep);
+  else paired.emplace(g);
   Stretches stretches(long(pieces.size()), Pool::get().threads());
-  Pool::get().run([&] {
-    TileScope tiles;
+  auto work = [&] {
+    TileScope tiles(int(std::min(rows, 16L)), 64, few ? int(std::max(rows - 16, 0L)) : 0);
     const int own = stretches.own();
     for (long i; stretches.take(own, i);) {
-      const Piece& piece = pieces[i];
-      float scales[kPair];
-      scales_of_pair(*piece.share->group, step, piece.pair, scales);
-      Inner inner(*piece.share->matrices, k_steps);
-      inner.compute(paired.pair(piece.pair), paired.ld(piece.pair), scales, piece.inner);
+      const Piece& p = pieces[i];
+      Inner inner(*p.matrices, g.k_steps());
+      inner.compute(few ? padded->rows : paired->pair(p.pair), few ? padded->ld : paired->ld(p.pair), p.rows,
+                    spans_[p.span].pairs[p.pair].inner);
     }
-  });
+  };
+  if (pieces.size() == 1) work();  // waking other threads costs more than it saves
+  else Pool::get().run(work);
 #endif
 }
 
@@ -241,7 +254,7 @@ long quire_lora_tiles_elements(long rank, long columns) {
 
 // Packs the parts of `m`, bf16, to b, and fills `columns` [num_columns], which must be zero, and tiles->width. linear:
 // the layer whose products they are added to; null: none, they are added to rows in memory. Returns false if 16 columns
-// of the layer have more than one part, or if the layer's sums cannot be added to.
+// of the layer have more than one part, if a value is not finite, or if the layer's sums cannot be added to.
 bool quire_lora_tiles_pack(const LoraMatrices* m, const Linear* linear, LoraTiles* tiles, bf16* b, LoraColumns* columns,
                            long num_columns) {
   for (const Linear* l = linear; l && l->next; l = l->next)
@@ -255,7 +268,7 @@ bool quire_lora_tiles_pack(const LoraMatrices* m, const Linear* linear, LoraTile
       const long place = (p->at + i * p->step) / 16;
       const float scale = scale_of(linear, place / 2);
       if (place >= num_columns || columns[place].b || scale == 0.f) return false;
-      pack_columns_of_b(*p, i, scale, b);
+      if (!pack_columns_of_b(*p, i, scale, b)) return false;
       columns[place] = {b, tiles->width, steps.wide, steps.narrow};
     }
     tiles->width += steps.width();

@@ -25,11 +25,17 @@ void run(const Linear& linear, const bf16* x, long ldx, bf16* out, long ldo, lon
   }
 }
 
-// What adapters add to the sums of a layer's product; empty if the product does not take it.
-LoraSums lora_sums(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, long rows) {
+// What adapters add to a layer's product: to its sums, and, the rest, to its outputs.
+struct Added {
+  LoraSums sums;
+  LoraStep rest;
+  const LoraSums* in_sums() const { return sums ? &sums : nullptr; }
+};
+
+Added added(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, long rows) {
   for (const Linear* part = &linear; part; part = part->next)
-    if (!adds_lora(*part, rows)) return {};
-  return {lora, x, ldx};
+    if (!adds_lora(*part, rows)) return {{}, lora};
+  return {{lora, x, ldx}, lora.rest()};
 }
 
 // The linear layers of a decoder layer, as `LoraRows::layers` numbers them.
@@ -37,31 +43,37 @@ enum AdaptedLinear { kQkv, kO, kGateUp, kDown, kNumAdapted };
 
 // The product, with what adapters add.
 void run_adapted(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
-  if (const LoraSums sums = lora_sums(linear, lora, x, ldx, rows)) return run(linear, x, ldx, out, ldo, rows, &sums);
-  run(linear, x, ldx, out, ldo, rows);
-  add_lora(lora, x, ldx, out, ldo);
+  const Added adds = added(linear, lora, x, ldx, rows);
+  run(linear, x, ldx, out, ldo, rows, adds.in_sums());
+  add_lora(adds.rest, x, ldx, out, ldo);
 }
 
 thread_local Scratch halves_scratch;
 
-// The product of a gated layer, for which adapters add to the gate and up before the activation. The sums and their
-// rounding are those of the product that applies the activation itself.
+// The product of a gated layer without its activation, [rows, ldh], with what adapters add. The sums and their rounding
+// are those of the product that applies the activation itself.
+void run_halves(const Linear& both, const LoraStep& lora, const bf16* x, long ldx, float* halves, long ldh, long rows) {
+  const Added adds = added(both, lora, x, ldx, rows);
+  const LinearRows all{&both, 0, rows};
+  run_products(&all, 1, x, ldx, halves, ldh, true, adds.in_sums());
+  add_lora(adds.rest, x, ldx, halves, ldh);
+}
+
+// The product of a gated layer, for which adapters add to the gate and up before the activation.
 void run_gated(const Linear& linear, const LoraStep& lora, const bf16* x, long ldx, bf16* out, long ldo, long rows) {
-  if (!lora.applies()) return run(linear, x, ldx, out, ldo, rows);
-  if (const LoraSums sums = lora_sums(linear, lora, x, ldx, rows)) return run(linear, x, ldx, out, ldo, rows, &sums);
+  if (const Added adds = added(linear, lora, x, ldx, rows); !adds.rest.applies())
+    return run(linear, x, ldx, out, ldo, rows, adds.in_sums());
   const Linear both = ungated(linear);
   for (long t = 0; t < rows; t += kHalvesAtOnce) {
     const long count = std::min(kHalvesAtOnce, rows - t), ldh = both.n + kPad;
-    const LoraStep step{lora.groups, lora.count, lora.layer, lora.begin + t, lora.begin + t + count};
+    const LoraStep step = lora.rows(lora.begin + t, lora.begin + t + count);
     x += t > 0 ? kHalvesAtOnce * ldx : 0, out += t > 0 ? kHalvesAtOnce * ldo : 0;
     if (!step.applies()) {
       run(linear, x, ldx, out, ldo, count);
       continue;
     }
     float* halves = (float*)halves_scratch.get(kHalvesAtOnce * ldh * sizeof(float));
-    const LinearRows all{&both, 0, count};
-    run_products(&all, 1, x, ldx, halves, ldh, true);
-    add_lora(step, x, ldx, halves, ldh);
+    run_halves(both, step, x, ldx, halves, ldh, count);
     activate_rows(int(linear.gated), halves, ldh, out, ldo, count, linear.n / 2);
   }
 }
@@ -161,11 +173,10 @@ void run_tokens(const Segment& s, const bf16* attended, long lda, bf16* residual
     add_norm(s, residual, s.hidden, nullptr, s.norm, normed, ldn, rows);
   }
   if (!s.qkv.k) return;
-  const LoraSums sums = lora_sums(s.qkv, after, x, ldx, rows);
-  const LoraSums* adds = sums ? &sums : nullptr;
-  if ((adds || !after.applies()) && qkv_to_cache(s, x, ldx, out, positions, slots, rows, adds)) return;
-  if (adds) run(s.qkv, x, ldx, out, s.cache.ld_qkv, rows, adds);
-  else run_adapted(s.qkv, after, x, ldx, out, s.cache.ld_qkv, rows);
+  const Added adds = added(s.qkv, after, x, ldx, rows);
+  if (!adds.rest.applies() && qkv_to_cache(s, x, ldx, out, positions, slots, rows, adds.in_sums())) return;
+  run(s.qkv, x, ldx, out, s.cache.ld_qkv, rows, adds.in_sums());
+  add_lora(adds.rest, x, ldx, out, s.cache.ld_qkv);
   if (s.cache.head_dim) quire_qkv_to_cache(&s.cache, out, positions, slots, rows);
 }
 
@@ -184,6 +195,12 @@ long quire_segment_workspace(long hidden, long inner, long at_once) { return at_
 // Returns cache_conflicts (placement.cpp) of the part of the workspace that must stay in L2: the rows x. Overwrites it.
 double quire_segment_conflicts(bf16* workspace, long hidden, long at_once) {
   return cache_conflicts((char*)workspace, at_once * (hidden + kPad) * sizeof(bf16));
+}
+
+// Runs one layer on all rows, with what adapters add, as a segment does. x: [rows, k]; out: [rows, l->width()], bf16.
+void quire_run_adapted(const Linear* l, const bf16* x, long ldx, bf16* out, long ldo, long rows, const LoraRows* lora,
+                       long num_lora) {
+  (l->gated ? run_gated : run_adapted)(*l, {lora, num_lora, 0, 0, rows}, x, ldx, out, ldo, rows);
 }
 
 // Runs one segment on all tokens. attended: [tokens, o_proj.k], row stride lda; the first segment does not read it.
