@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _HERE = "quire.server.media"
 # architecture -> module and class of its ImageProcessor
 PROCESSORS: dict[str, str] = {
+    "AyaVisionForConditionalGeneration": "aya_vision:AyaVisionProcessor",
+    "Cohere2VisionForConditionalGeneration": "aya_vision:Cohere2VisionProcessor",
     "DeepseekOCR2ForCausalLM": "deepseek_ocr:DeepseekOCR2Processor",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr:DeepseekOCR2Processor",
     "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOCRProcessor",
@@ -27,7 +29,7 @@ PROCESSORS: dict[str, str] = {
     "Glm4vForConditionalGeneration": "qwen_vl:GlmVProcessor",
     "Glm4vMoeForConditionalGeneration": "qwen_vl:GlmVProcessor",
     "GlmOcrForConditionalGeneration": "qwen_vl:GlmVProcessor",
-    "Granite4VisionForConditionalGeneration": "granite4_vision:Granite4VisionProcessor",
+    "Granite4VisionForConditionalGeneration": "llava_next:Granite4VisionProcessor",
     "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
     "InternS2PreviewForConditionalGeneration": "qwen_vl:QwenVLProcessor",
@@ -37,6 +39,7 @@ PROCESSORS: dict[str, str] = {
     "LightOnOCRForConditionalGeneration": "pixtral:LightOnOCRProcessor",
     "LightOnOcrForConditionalGeneration": "pixtral:LightOnOCRProcessor",
     "LlavaForConditionalGeneration": "llava:llava_processor",
+    "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
     "MistralLarge4ForConditionalGeneration": "pixtral:PixtralProcessor",

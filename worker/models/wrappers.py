@@ -32,8 +32,8 @@ class Wrapper:
 
 
 WRAPPERS: dict[str, Wrapper] = {
-    "AyaVisionForConditionalGeneration": Wrapper(),
-    "Cohere2VisionForConditionalGeneration": Wrapper(),
+    "AyaVisionForConditionalGeneration": Wrapper("aya_vision:AyaVisionTower"),
+    "Cohere2VisionForConditionalGeneration": Wrapper("aya_vision:Cohere2VisionTower"),
     "DeepseekOCR2ForCausalLM": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekForCausalLM"),
     "DeepseekOCRForCausalLM": Wrapper("deepseek_ocr:DeepseekOCRTower", "DeepseekForCausalLM"),
     "DeepseekOcr2ForConditionalGeneration": Wrapper("deepseek_ocr:DeepseekOCR2Tower", "DeepseekForCausalLM"),
@@ -64,7 +64,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "LightOnOCRForConditionalGeneration": Wrapper("pixtral:LightOnOCRTower", "Qwen3ForCausalLM"),
     "LightOnOcrForConditionalGeneration": Wrapper("pixtral:LightOnOCRTower", "Qwen3ForCausalLM"),
     "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
-    "LlavaNextForConditionalGeneration": Wrapper(),
+    "LlavaNextForConditionalGeneration": Wrapper("llava_onevision:LlavaNextTower"),
     "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),
     "MiniCPMV4_6ForConditionalGeneration": Wrapper(),
     "MiniCPMV4_7ForConditionalGeneration": Wrapper(),

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from quire.engine.messages import MediaItem
-from quire.server.media.granite4_vision import Granite4VisionProcessor
+from quire.server.media.llava_next import LlavaNextProcessor
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
 from tests.helpers.models import document_models, llava_models, ocr_models, qwen_gemma_models
@@ -61,7 +61,7 @@ class Writer:
                 prompt.token_ids.append(part)
             else:
                 image = self.processor([part], options)[0]
-                if isinstance(self.processor, Granite4VisionProcessor):
+                if isinstance(self.processor, LlavaNextProcessor):
                     image.features["size"] = np.array([part.height, part.width])  # for transformers' model
                 self._add(prompt, image)
         return prompt
@@ -140,8 +140,8 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         return {"pixel_values": padded, "image_sizes": sizes}
     if name.startswith("gemma4"):
         return _gemma4(images)
-    if name == "granite4_vision":
-        return _granite4_vision(images)
+    if name in ("granite4_vision", "llava_next"):
+        return _llava_next(images)
     if name == "granite_docling":
         tiles = torch.cat(pixels)[None]
         fine = {"tile_fine_mask": torch.ones(1, dtype=torch.bool)} if "fine" in images[0] else {}
@@ -165,7 +165,7 @@ def _lfm2_vl(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     return {"pixel_values": padded, "spatial_shapes": grids, "pixel_attention_mask": mask}
 
 
-def _granite4_vision(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+def _llava_next(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """Return the tiles, and sizes of images that are padded as theirs were."""
     most = max(len(image["pixel_values"]) for image in images)
     padded = torch.zeros(len(images), most, *images[0]["pixel_values"].shape[1:])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quire.server.media.granite4_vision import Granite4VisionProcessor
+from quire.server.media.aya_vision import AyaVisionProcessor, Cohere2VisionProcessor
 from quire.server.media.granite_docling import GraniteDoclingProcessor
+from quire.server.media.llava_next import Granite4VisionProcessor, LlavaNextProcessor
+from quire.server.media.pixels import CLIP_MEAN, CLIP_STD
 from quire.server.media.pixtral import LightOnOCRProcessor, PixtralProcessor
 from quire.server.media.qwen_vl import MAX_RATIO, GlmVProcessor
 from quire.server.media.registry import load_processor
@@ -21,6 +26,7 @@ from tests.server.media.test_llava_processors import GRIDS, IMAGES, expanded, no
 PATCH, SIDE = 7, 28
 VISION = {"image_size": SIDE, "patch_size": PATCH}
 SQUARE = {"size": {"height": SIDE, "width": SIDE}}
+COHERE = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}
 SOME = settings(max_examples=40, deadline=None)
 
 
@@ -68,6 +74,57 @@ def test_granite_docling(image, most, fine, dense, largest):
     assert ("fine" in found.features) == fine
 
 
+@SOME
+@given(image=IMAGES, most=st.integers(1, 12))
+def test_aya_vision(image, most):
+    options = {"max_patches": most, "crop_to_patches": True}
+    expected = pil("got_ocr2", "GotOcr2", **SQUARE)(image, **options)
+    found = AyaVisionProcessor({"vision_config": VISION}, SQUARE)([image], options)[0]
+    same_pixels(found.features["pixel_values"], np.stack(expected["pixel_values"]))
+    named = transformers_class("aya_vision", "processing", "AyaVisionProcessor")
+    own = object.__new__(named)
+    own.__dict__ |= {
+        "img_size": SIDE,
+        "patch_size": 2 * PATCH,
+        "tile_token": "TILE",
+        "tile_global_token": "TILE_GLOBAL",
+    }
+    own.__dict__ |= COHERE | {"img_patch_token": "<|IMG_PATCH|>"}
+    assert expanded(found, "<|IMG_PATCH|>") == own.replace_image_token(expected, 0)
+
+
+@cache
+def cohere_grid() -> Any:
+    stub = SimpleNamespace(functional=None)  # the module needs torchvision, for functions not called here
+    with patch.dict(
+        sys.modules, dict.fromkeys(("torchvision", "torchvision.transforms", "torchvision.transforms.v2"), stub)
+    ):
+        return transformers_class("cohere2_vision", "image_processing", "get_optimal_tiled_canvas")
+
+
+@SOME
+@given(image=IMAGES, most=st.integers(1, 12), crops=st.booleans())
+def test_cohere2_vision(image, most, crops):
+    columns, rows = cohere_grid()((image.height, image.width), (SIDE, SIDE), 1, most) if crops else (1, 1)
+    processor = Cohere2VisionProcessor({"vision_config": VISION}, SQUARE | {"crop_to_patches": crops})
+    found = processor([image], {"max_patches": most})[0]
+    whole = processor.reader.resize(image, rows * SIDE, columns * SIDE)
+    parts = [
+        np.asarray(whole)[r * SIDE : (r + 1) * SIDE, c * SIDE : (c + 1) * SIDE]
+        for r in range(rows)
+        for c in range(columns)
+    ]
+    parts += [np.asarray(processor.reader.resize(image, SIDE, SIDE))] * (len(parts) > 1)
+    mean, std = np.array(CLIP_MEAN), np.array(CLIP_STD)
+    expected = np.stack([(part / 255 - mean) / std for part in parts]).transpose(0, 3, 1, 2)
+    same_pixels(found.features["pixel_values"], expected)
+    named = transformers_class("cohere2_vision", "processing", "Cohere2VisionProcessor")
+    own = object.__new__(named)
+    own.__dict__ |= {"patch_size": 2, "boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"}
+    own.__dict__ |= {"image_token": "<|IMG_PATCH|>", "img_line_break_token": "<|IMG_LINE_BREAK|>"}
+    assert expanded(found, "<|IMG_PATCH|>") == own.replace_image_token({"num_patches": [len(parts)]}, 0)
+
+
 def test_a_page_of_docling_in_one_tile():
     processor = GraniteDoclingProcessor({"vision_config": VISION | {"scale_factor": 2}}, SQUARE)
     page = noise(90, 60)
@@ -76,6 +133,22 @@ def test_a_page_of_docling_in_one_tile():
     coarse = GraniteDoclingProcessor({"vision_config": VISION | {"scale_factor": 2, "use_fine_route": False}}, SQUARE)
     with pytest.raises(ValueError, match="fine_route"):
         coarse.num_tokens([page.size], {"fine_route": True})
+
+
+@SOME
+@given(images=st.lists(IMAGES, min_size=1, max_size=2))
+def test_llava_next(images):
+    edges = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    reference = pil("llava_next", "LlavaNext", **edges, image_grid_pinpoints=GRIDS)
+    expected = reference(images, do_pad=False)
+    named = transformers_class("llava_next", "processing", "LlavaNextProcessor")
+    own = object.__new__(named)
+    own.__dict__ |= {"image_token": "<image>", "patch_size": PATCH, "num_additional_image_tokens": 1}
+    own.__dict__ |= {"vision_feature_select_strategy": "default", "image_processor": reference}
+    config = {"vision_config": VISION, "image_grid_pinpoints": GRIDS}
+    for i, found in enumerate(LlavaNextProcessor(config, edges)(images, {})):
+        same_pixels(found.features["pixel_values"], expected["pixel_values"][i])
+        assert expanded(found, "<image>") == own.replace_image_token(expected, i)
 
 
 @SOME
