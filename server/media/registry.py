@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.server.media.video.processor import VideoProcessor
 
 _HERE = "quire.server.media"
-# architecture -> module and class of its ImageProcessor
+# architecture -> module below families, and class of its ImageProcessor
 PROCESSORS: dict[str, str] = {
     "AyaVisionForConditionalGeneration": "aya_vision:AyaVisionProcessor",
     "Cohere2VisionForConditionalGeneration": "aya_vision:Cohere2VisionProcessor",
@@ -34,6 +34,8 @@ PROCESSORS: dict[str, str] = {
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
     "InternS2PreviewForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "InternVLForConditionalGeneration": "internvl:InternVLProcessor",
+    "KimiK25ForConditionalGeneration": "kimi_k25:KimiK25Processor",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25:KimiK25Processor",
     "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VLProcessor",
     "Lfm3VlForConditionalGeneration": "qwen_vl:Lfm3VLProcessor",
     "LightOnOCRForConditionalGeneration": "pixtral:LightOnOCRProcessor",
@@ -101,7 +103,7 @@ def load_processor(folder: str | Path) -> ImageProcessor:
     if (why := why_no_images(config)) is not None:
         raise ValueError(f"the model takes no images: {why}")
     with reading(folder):
-        return _class(_find(config))(config, _preprocessor(Path(folder)))
+        return _class(f"families.{_find(config)}")(config, _preprocessor(Path(folder)))
 
 
 def load_video_processor(folder: str | Path) -> VideoProcessor:

@@ -96,6 +96,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]},
         },
     ),
+    "kimi_k25": (
+        "kimi_k25",
+        {
+            "text_config": FAMILIES["kimi_k2"][1] | _WIDE | {"model_type": "deepseek_v3"},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "patch_size": PATCH,
+                "pos_emb_height": 6,
+                "pos_emb_width": 6,
+            },
+            "projection_hidden_size": 32,
+        },
+    ),
     "granite_docling": (
         "granite_docling",
         {
@@ -137,6 +153,7 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "granite_docling": _TILES | {"max_patches": 4},
     "qianfan_ocr": _TILES | {"max_patches": 4},
     "granite4_vision": _TILES,
+    "kimi_k25": {"max_patches": 96},
 }
 
 
@@ -150,7 +167,7 @@ def build_model(name: str, folder: str | Path) -> Any:
     text = {"tie_word_embeddings": False} | settings["text_config"]
     token = "image_token_index" if name in ("mistral_large4", "granite4_vision") else "image_token_id"
     others = {token: IMAGE_TOKEN_ID, "tie_word_embeddings": False}
-    if name.startswith(("glm", "lfm3")):
+    if name.startswith(("glm", "lfm3", "kimi")):
         others["video_token_id"] = VIDEO_TOKEN_ID
     config = CONFIG_MAPPING[kind](**settings | {"text_config": text} | others)
     torch.manual_seed(0)
@@ -161,12 +178,24 @@ def build_model(name: str, folder: str | Path) -> Any:
     return model
 
 
+# names of tensors in which transformers mixes up parts of the model -> those of published files
+_WRONG = {
+    "qianfan_ocr": {"language_model.model.encoder.": "language_model.model."},
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    },
+}
+
+
 def correct_names(name: str, folder: str | Path) -> None:
-    """Give the decoder's layers of a Qianfan-OCR, which transformers saves under the encoder's name, their own."""
-    if name != "qianfan_ocr":
+    """Give the tensors that transformers saves under wrong names those of published files."""
+    if name not in _WRONG:
         return
     from safetensors.torch import load_file, save_file
 
-    path, wrong = Path(folder, "model.safetensors"), "language_model.model.encoder."
-    tensors = {key.replace(wrong, "language_model.model."): value for key, value in load_file(path).items()}
+    path = Path(folder, "model.safetensors")
+    tensors = load_file(path)
+    for wrong, right in _WRONG[name].items():
+        tensors = {key.replace(wrong, right): value for key, value in tensors.items()}
     save_file(tensors, path, {"format": "pt"})

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from quire.engine.messages import MediaItem
-from quire.server.media.llava_next import LlavaNextProcessor
+from quire.server.media.families.llava_next import LlavaNextProcessor
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
 from tests.helpers.models import document_models, llava_models, ocr_models, qwen_gemma_models
@@ -132,6 +132,8 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     if name.startswith(("qwen", "glm", "lfm3")):
         frames = [one.expand(-1, -1, 2, -1).flatten(1) for one in pixels]
         return {"pixel_values": torch.cat(frames), "image_grid_thw": torch.stack([image["grid"] for image in images])}
+    if name == "kimi_k25":
+        return _kimi_k25(images)
     if name in ("mistral3", "pixtral", "mistral_large4", "lighton_ocr"):
         sizes = torch.tensor([one.shape[1:] for one in pixels])
         padded = torch.zeros(len(pixels), 3, *sizes.max(0).values.tolist())
@@ -153,6 +155,17 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     if name == "llava":
         return {"pixel_values": torch.stack(pixels)}
     return {"pixel_values": torch.cat(pixels)}
+
+
+def _kimi_k25(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return the patches row by row; the server's are in groups of four."""
+    grids, found = torch.stack([image["grid"] for image in images]), []
+    for image in images:
+        _, rows, columns = image["grid"].tolist()
+        groups = image["pixel_values"].view(rows // 2, columns // 2, 2, 2, 3, -1).transpose(1, 2)
+        patches = groups.reshape(rows * columns, 3, -1)
+        found.append(patches.unflatten(2, (document_models.PATCH, document_models.PATCH)))
+    return {"pixel_values": torch.cat(found), "image_grid_thw": grids}
 
 
 def _lfm2_vl(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from quire.server.media.aya_vision import AyaVisionProcessor, Cohere2VisionProcessor
-from quire.server.media.granite_docling import GraniteDoclingProcessor
-from quire.server.media.llava_next import Granite4VisionProcessor, LlavaNextProcessor
+from quire.server.media.families.aya_vision import AyaVisionProcessor, Cohere2VisionProcessor
+from quire.server.media.families.granite_docling import GraniteDoclingProcessor
+from quire.server.media.families.kimi_k25 import KimiK25Processor
+from quire.server.media.families.llava_next import Granite4VisionProcessor, LlavaNextProcessor
+from quire.server.media.families.pixtral import LightOnOCRProcessor, PixtralProcessor
+from quire.server.media.families.qwen_vl import MAX_RATIO, GlmVProcessor
 from quire.server.media.pixels import CLIP_MEAN, CLIP_STD
-from quire.server.media.pixtral import LightOnOCRProcessor, PixtralProcessor
-from quire.server.media.qwen_vl import MAX_RATIO, GlmVProcessor
 from quire.server.media.registry import load_processor
 from tests.server.media.test_llava_processors import GRIDS, IMAGES, expanded, noise, same_pixels, transformers_class
 
@@ -28,6 +30,14 @@ VISION = {"image_size": SIDE, "patch_size": PATCH}
 SQUARE = {"size": {"height": SIDE, "width": SIDE}}
 COHERE = {"start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>"}
 SOME = settings(max_examples=40, deadline=None)
+
+
+@cache
+def without_torchvision(model: str, kind: str, name: str) -> Any:
+    """A function of a module that imports torchvision for others."""
+    names = "torchvision", "torchvision.transforms", "torchvision.transforms.v2"
+    with patch.dict(sys.modules, dict.fromkeys(names, SimpleNamespace(functional=None))):
+        return transformers_class(model, kind, name)
 
 
 def pil(model: str, prefix: str, **options: Any) -> Any:
@@ -93,19 +103,41 @@ def test_aya_vision(image, most):
     assert expanded(found, "<|IMG_PATCH|>") == own.replace_image_token(expected, 0)
 
 
-@cache
-def cohere_grid() -> Any:
-    stub = SimpleNamespace(functional=None)  # the module needs torchvision, for functions not called here
-    with patch.dict(
-        sys.modules, dict.fromkeys(("torchvision", "torchvision.transforms", "torchvision.transforms.v2"), stub)
-    ):
-        return transformers_class("cohere2_vision", "image_processing", "get_optimal_tiled_canvas")
+@SOME
+@given(image=IMAGES, most=st.integers(1, 900), side=st.integers(2, 40), own=st.booleans())
+def test_kimi_k25(image, most, side, own):
+    fitted = without_torchvision("kimi_k25", "image_processing", "navit_resize")
+    (height, width), canvas = fitted(image.height, image.width, PATCH, 2, most, side)
+    settings = {"max_patches": most, "size": {"max_height": side, "max_width": side}, "patch_size": PATCH}
+    if own:  # the names of Kimi's files
+        settings = {
+            "in_patch_limit": most,
+            "patch_limit_on_one_side": side,
+            "patch_size": PATCH,
+            "merge_kernel_size": 2,
+        }
+        settings = {"media_proc_cfg": settings | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}}
+    found = KimiK25Processor({"vision_config": {}}, settings)([image], {})[0]
+    grid = found.features["grid"].tolist()
+    assert grid == [1, canvas[0] // PATCH, canvas[1] // PATCH] and found.counts == [grid[1] * grid[2] // 4]
+    groups = found.features["pixel_values"].reshape(grid[1] // 2, grid[2] // 2, 2, 2, 3, PATCH, PATCH)
+    pixels = groups.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, *canvas)
+    resized = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+    assert np.abs((pixels[:, :height, :width] + 1) * 127.5 - resized).max() < 1e-3
+    assert (pixels[:, height:] == -1).all() and (pixels[:, :, width:] == -1).all()
+
+
+def test_low_detail_of_kimi_k25():
+    processor = KimiK25Processor({"vision_config": {}}, {})
+    assert processor.num_tokens([(2800, 2800)], {}) == [64 * 64]
+    assert processor.num_tokens([(2800, 2800)], {"detail": "low"}) == [18 * 18]
 
 
 @SOME
 @given(image=IMAGES, most=st.integers(1, 12), crops=st.booleans())
 def test_cohere2_vision(image, most, crops):
-    columns, rows = cohere_grid()((image.height, image.width), (SIDE, SIDE), 1, most) if crops else (1, 1)
+    grid = without_torchvision("cohere2_vision", "image_processing", "get_optimal_tiled_canvas")
+    columns, rows = grid((image.height, image.width), (SIDE, SIDE), 1, most) if crops else (1, 1)
     processor = Cohere2VisionProcessor({"vision_config": VISION}, SQUARE | {"crop_to_patches": crops})
     found = processor([image], {"max_patches": most})[0]
     whole = processor.reader.resize(image, rows * SIDE, columns * SIDE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from quire.server.media.internvl import InternVLProcessor
+from quire.server.media.families.internvl import InternVLProcessor
 
 _START, _END, _BREAK = "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from quire.server.media.llava_onevision import LlavaOnevisionProcessor
+from quire.server.media.families.llava_onevision import LlavaOnevisionProcessor
 from quire.server.media.processor import ProcessedImage
 
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
