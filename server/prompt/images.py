@@ -58,7 +58,8 @@ def loading(
         state.images.check_options(options)
     if not prompt.media:
         return None
-    return partial(state.images.load, prompt.media, options, tenant, param, max_tokens)
+    frames = prompt.frame_options if isinstance(prompt, Conversation) else {}
+    return partial(state.images.load, prompt.media, options, tenant, param, max_tokens, frames=frames)
 
 
 # ---- messages
