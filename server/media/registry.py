@@ -43,6 +43,7 @@ PROCESSORS: dict[str, str] = {
     "LlavaForConditionalGeneration": "llava:llava_processor",
     "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
+    "MiniCPMV4_6ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
     "MistralLarge4ForConditionalGeneration": "pixtral:PixtralProcessor",
     "PaddleOCRVLForConditionalGeneration": "qwen_vl:PaddleOCRVLProcessor",

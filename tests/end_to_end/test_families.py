@@ -112,11 +112,15 @@ def test_the_text_of_a_wrapper(model_type, text, vision, bare, prompts, tmp_path
     if text.startswith("qwen3_5"):  # a quarter of each head turns, by three axes
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
         settings = settings | {"rope_parameters": rope}
-    sizes = {"lfm2_vl": {"projector_hidden_size": 32}, "kimi_k25": {"projection_hidden_size": 16}}
+    others = {
+        "lfm2_vl": {"projector_hidden_size": 32},
+        "kimi_k25": {"projection_hidden_size": 16},
+        "minicpmv4_6": {"image_token_id": 250},
+    }
     config = CONFIG_MAPPING[model_type](
         text_config={"model_type": text_type, **settings, "tie_word_embeddings": True},
         vision_config=VISION | vision,
-        **sizes.get(model_type, {}),
+        **others.get(model_type, {}),
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)

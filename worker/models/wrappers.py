@@ -66,7 +66,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "LlavaForConditionalGeneration": Wrapper("llava:LlavaTower"),
     "LlavaNextForConditionalGeneration": Wrapper("llava_onevision:LlavaNextTower"),
     "LlavaOnevisionForConditionalGeneration": Wrapper("llava_onevision:LlavaOnevisionTower"),
-    "MiniCPMV4_6ForConditionalGeneration": Wrapper(),
+    "MiniCPMV4_6ForConditionalGeneration": Wrapper("minicpmv4_6:MiniCPMV46Tower"),
     "MiniCPMV4_7ForConditionalGeneration": Wrapper(),
     "MiniMaxM3SparseForConditionalGeneration": Wrapper(),
     "Mistral3ForConditionalGeneration": Wrapper("pixtral:Mistral3Tower"),

@@ -49,6 +49,7 @@ _LFM3 = {
     "patch_size": PATCH,
 }
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1]}
+_QUARTER = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
 _QWEN3 = {key: value for key, value in FAMILIES["seed_oss"][1].items() if key != "pad_token_id"}
 _WIDE = {"max_position_embeddings": 2048, "vocab_size": VOCAB_SIZE}
 _GRANITE = FAMILIES["granite"][1] | _WIDE | {"num_hidden_layers": 4}
@@ -112,6 +113,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "projection_hidden_size": 32,
         },
     ),
+    "minicpmv4_6": (
+        "minicpmv4_6",
+        {
+            "text_config": FAMILIES["qwen3_5"][1] | _WIDE | {"model_type": "qwen3_5_text", "rope_parameters": _QUARTER},
+            "vision_config": _SIGLIP | {"image_size": 5 * PATCH},
+            "insert_layer_id": 1,
+        },
+    ),
     "granite_docling": (
         "granite_docling",
         {
@@ -141,6 +150,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS["minicpmv4_6-4x"] = ("minicpmv4_6", MODELS["minicpmv4_6"][1] | {"downsample_mode": "4x"})
 _PIXELS = {"min_pixels": 64, "max_pixels": 64 * 24, "patch_size": PATCH}
 _TILES = {"size": {"height": SIDE, "width": SIDE}}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
@@ -154,7 +164,9 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "qianfan_ocr": _TILES | {"max_patches": 4},
     "granite4_vision": _TILES,
     "kimi_k25": {"max_patches": 96},
+    "minicpmv4_6": {"patch_size": PATCH, "scale_resolution": 48, "max_slice_nums": 4},
 }
+PREPROCESSORS["minicpmv4_6-4x"] = PREPROCESSORS["minicpmv4_6"] | {"downsample_mode": "4x", "scale_resolution": 28}
 
 
 def build_model(name: str, folder: str | Path) -> Any:
@@ -167,7 +179,7 @@ def build_model(name: str, folder: str | Path) -> Any:
     text = {"tie_word_embeddings": False} | settings["text_config"]
     token = "image_token_index" if name in ("mistral_large4", "granite4_vision") else "image_token_id"
     others = {token: IMAGE_TOKEN_ID, "tie_word_embeddings": False}
-    if name.startswith(("glm", "lfm3", "kimi")):
+    if name.startswith(("glm", "lfm3", "kimi", "minicpm")):
         others["video_token_id"] = VIDEO_TOKEN_ID
     config = CONFIG_MAPPING[kind](**settings | {"text_config": text} | others)
     torch.manual_seed(0)

@@ -132,6 +132,9 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     if name.startswith(("qwen", "glm", "lfm3")):
         frames = [one.expand(-1, -1, 2, -1).flatten(1) for one in pixels]
         return {"pixel_values": torch.cat(frames), "image_grid_thw": torch.stack([image["grid"] for image in images])}
+    if name.startswith("minicpm"):
+        flat = torch.cat(pixels).permute(1, 2, 0, 3).flatten(2)  # columns of all patches next to each other
+        return {"pixel_values": flat[None], "target_sizes": torch.cat([image["grids"] for image in images])}
     if name == "kimi_k25":
         return _kimi_k25(images)
     if name in ("mistral3", "pixtral", "mistral_large4", "lighton_ocr"):

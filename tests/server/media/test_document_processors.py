@@ -19,10 +19,13 @@ from quire.server.media.families.aya_vision import AyaVisionProcessor, Cohere2Vi
 from quire.server.media.families.granite_docling import GraniteDoclingProcessor
 from quire.server.media.families.kimi_k25 import KimiK25Processor
 from quire.server.media.families.llava_next import Granite4VisionProcessor, LlavaNextProcessor
+from quire.server.media.families.minicpmv import MiniCPMVProcessor
 from quire.server.media.families.pixtral import LightOnOCRProcessor, PixtralProcessor
 from quire.server.media.families.qwen_vl import MAX_RATIO, GlmVProcessor
+from quire.server.media.inputs import ORDINAL, PreparedMedium, PreparedPart
 from quire.server.media.pixels import CLIP_MEAN, CLIP_STD
 from quire.server.media.registry import load_processor
+from quire.server.prompt.images import Illustrated
 from tests.server.media.test_llava_processors import GRIDS, IMAGES, expanded, noise, same_pixels, transformers_class
 
 PATCH, SIDE = 7, 28
@@ -125,6 +128,50 @@ def test_kimi_k25(image, most, side, own):
     resized = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
     assert np.abs((pixels[:, :height, :width] + 1) * 127.5 - resized).max() < 1e-3
     assert (pixels[:, height:] == -1).all() and (pixels[:, :, width:] == -1).all()
+
+
+@SOME
+@given(
+    images=st.lists(IMAGES, min_size=1, max_size=2),
+    most=st.integers(1, 12),
+    mode=st.sampled_from(["4x", "16x"]),
+    slices=st.booleans(),
+)
+def test_minicpmv(images, most, mode, slices):
+    settings = {"scale_resolution": 56, "patch_size": PATCH, "downsample_mode": mode, "slice_mode": slices}
+    reference = pil("minicpmv4_6", "MiniCPMV4_6", **settings)
+    expected = reference(images, max_slice_nums=most)
+    processor = MiniCPMVProcessor({"vision_config": {}, "downsample_mode": mode}, settings)
+    found = processor(images, {"max_slice_nums": most} if slices else {})
+    flat = np.concatenate([one.features["pixel_values"] for one in found])
+    same_pixels(
+        np.ascontiguousarray(flat.transpose(1, 2, 0, 3)).reshape(3, PATCH, -1), expected["pixel_values"][0], 0.5
+    )
+    assert np.concatenate([one.features["grids"] for one in found]).tolist() == expected["target_sizes"].tolist()
+    named = transformers_class("minicpmv4_6", "processing", "MiniCPMV4_6Processor")
+    own = object.__new__(named)
+    own.__dict__ |= {"image_token": "<|image_pad|>", "slice_mode": slices}
+    own.__dict__ |= {f"{a}_{b}_token": t for a, b, t in MARKS}
+    texts = [
+        own.replace_image_token(expected, i, image_token_divisor=4 if mode == "4x" else 16) for i in range(len(found))
+    ]
+    texts = own._prepend_local_ids(["<|image_pad|>" * len(found)], texts, "<|image_pad|>")
+    assert [expanded(one, "<|image_pad|>").replace(ORDINAL, str(i)) for i, one in enumerate(found)] == texts
+
+
+MARKS = [
+    (name, side, f"<{'/' * (side == 'end')}{name}>")
+    for name in ("image", "slice", "image_id")
+    for side in ("start", "end")
+]
+
+
+def test_images_of_a_prompt_are_numbered():
+    prepared = [PreparedMedium(str(i), 0, f"<id>{ORDINAL}<i>", [PreparedPart(str(i), "", [1])]) for i in range(2)]
+    inputs = [SimpleNamespace(kind="image", lease=SimpleNamespace(medium=one)) for one in prepared]
+    state = SimpleNamespace(images=SimpleNamespace(kinds={"image": SimpleNamespace(token="<i>", token_id=1)}))
+    joined = Illustrated.join(["a", "b", "c"], ["image"] * 2, inputs, state, "messages")
+    assert joined.text == "a<id>0<i>b<id>1<i>c"
 
 
 def test_low_detail_of_kimi_k25():

@@ -18,6 +18,7 @@ from quire.server.media.families.lfm2_vl import Lfm2VLProcessor
 from quire.server.media.families.llava import LlavaProcessor
 from quire.server.media.families.llava_next import Granite4VisionProcessor, LlavaNextProcessor
 from quire.server.media.families.llava_onevision import LlavaOnevisionProcessor
+from quire.server.media.families.minicpmv import MiniCPMVProcessor
 from quire.server.media.families.pixtral import LightOnOCRProcessor, PixtralProcessor
 from quire.server.media.families.qwen_vl import GlmVProcessor, Lfm3VLProcessor, PaddleOCRVLProcessor, QwenVLProcessor
 from quire.server.media.registry import PROCESSORS
@@ -55,6 +56,10 @@ FAMILIES = {
     "lighton": (LightOnOCRProcessor(CONFIG, {}), [{}, {"size": {"longest_edge": 50}}, {"detail": "low"}]),
     "glm": (GlmVProcessor(CONFIG, {"patch_size": 7}), [{}, {"max_pixels": 15_000}, {"detail": "low"}]),
     "kimi": (KimiK25Processor(CONFIG, {"patch_size": 7}), [{}, {"max_patches": 99}, {"detail": "low"}]),
+    "minicpm": (
+        MiniCPMVProcessor(CONFIG, {"patch_size": 7, "scale_resolution": 84}),
+        [{}, {"max_slice_nums": 3}, {"detail": "low"}],
+    ),
     "lfm3": (Lfm3VLProcessor(CONFIG, {"patch_size": 7}), [{}, {"max_pixels": 5000}]),
     "docling": (
         GraniteDoclingProcessor(CONFIG, SQUARE),
