@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 MAX_IMAGES, MAX_VIDEOS = 32, 4  # per prompt by default
+MAX_FRAMES, MAX_FPS = 4096, 240.0  # that options may ask for
 _DEFAULTS = {"image": MAX_IMAGES, "video": MAX_VIDEOS}
 _MODALITIES = ("image", "video", "audio")  # vLLM's
 _SIZES = ("width", "height", "num_frames", "length")  # by which vLLM plans memory

@@ -9,6 +9,7 @@ from typing import Literal
 
 MediaKind = Literal["image", "video"]
 MEDIA: tuple[MediaKind, ...] = ("image", "video")
+ORDINAL = "\0"  # in the text of a medium: how many of its kind come before it in the prompt
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -39,6 +39,7 @@ class Group:
     num_tokens: int = 0
     num_bytes: int = 0  # that preprocessing takes
     seconds: float = 0.0
+    param: str = "mm_processor_kwargs"  # the field of the request that has the options
 
 
 class Kind(Protocol):
@@ -97,15 +98,15 @@ class KindBase:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def check_most(self, num_tokens: int, most: int) -> None:
+    def check_most(self, num_tokens: int, most: int, param: str) -> None:
         """Raise BadRequest if options of a request make a medium larger than the server's settings make any."""
         if num_tokens > most:
             name = f"{'an' if self.name == 'image' else 'a'} {self.name}"
             raise BadRequest(
-                f"mm_processor_kwargs: {name} would take {num_tokens} tokens, and the server's settings make at most "
-                f"{most} of one: options of a request may only make {self.name}s smaller (--mm-processor-kwargs makes "
-                "them larger).",
-                param="mm_processor_kwargs",
+                f"{param}: {name} would take {num_tokens} tokens, and the server's settings make at most "
+                f"{most} of one: options of a request may only make {self.name}s smaller (--{param.replace('_', '-')} "
+                "makes them larger).",
+                param=param,
             )
 
 
@@ -144,7 +145,7 @@ class ImageKind(KindBase):
             counts = [self._processor.num_tokens(one, group.options) for one in (sizes, turned)]
             if group.enlarges and not self.may_enlarge:
                 usual = self._processor.num_tokens(sizes, self.defaults | self.detail(group.inputs))
-                self.check_most(max(counts[0]), max(*usual, self._most_tokens()))
+                self.check_most(max(counts[0]), max(*usual, self._most_tokens()), group.param)
         except ValueError as error:
             raise refused(group.inputs[0], str(error)) from None
         return min(sum(one) for one in counts)

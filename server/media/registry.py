@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from quire.server.media.video.processor import VideoProcessor
 
 _HERE = "quire.server.media"
-# architecture -> module and class of its ImageProcessor
+# architecture -> module below families, and class of its ImageProcessor
 PROCESSORS: dict[str, str] = {
+    "AyaVisionForConditionalGeneration": "aya_vision:AyaVisionProcessor",
+    "Cohere2VisionForConditionalGeneration": "aya_vision:Cohere2VisionProcessor",
     "DeepseekOCR2ForCausalLM": "deepseek_ocr:DeepseekOCR2Processor",
     "DeepseekOcr2ForConditionalGeneration": "deepseek_ocr:DeepseekOCR2Processor",
     "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOCRProcessor",
@@ -27,17 +29,21 @@ PROCESSORS: dict[str, str] = {
     "Glm4vForConditionalGeneration": "qwen_vl:GlmVProcessor",
     "Glm4vMoeForConditionalGeneration": "qwen_vl:GlmVProcessor",
     "GlmOcrForConditionalGeneration": "qwen_vl:GlmVProcessor",
-    "Granite4VisionForConditionalGeneration": "granite4_vision:Granite4VisionProcessor",
+    "Granite4VisionForConditionalGeneration": "llava_next:Granite4VisionProcessor",
     "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
     "InternS2PreviewForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "InternVLForConditionalGeneration": "internvl:InternVLProcessor",
+    "KimiK25ForConditionalGeneration": "kimi_k25:KimiK25Processor",
+    "Kimi_K25ForConditionalGeneration": "kimi_k25:KimiK25Processor",
     "Lfm2VlForConditionalGeneration": "lfm2_vl:Lfm2VLProcessor",
     "Lfm3VlForConditionalGeneration": "qwen_vl:Lfm3VLProcessor",
     "LightOnOCRForConditionalGeneration": "pixtral:LightOnOCRProcessor",
     "LightOnOcrForConditionalGeneration": "pixtral:LightOnOCRProcessor",
     "LlavaForConditionalGeneration": "llava:llava_processor",
+    "LlavaNextForConditionalGeneration": "llava_next:LlavaNextProcessor",
     "LlavaOnevisionForConditionalGeneration": "llava_onevision:LlavaOnevisionProcessor",
+    "MiniCPMV4_6ForConditionalGeneration": "minicpmv:MiniCPMVProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralProcessor",
     "MistralLarge4ForConditionalGeneration": "pixtral:PixtralProcessor",
     "PaddleOCRVLForConditionalGeneration": "qwen_vl:PaddleOCRVLProcessor",
@@ -98,7 +104,7 @@ def load_processor(folder: str | Path) -> ImageProcessor:
     if (why := why_no_images(config)) is not None:
         raise ValueError(f"the model takes no images: {why}")
     with reading(folder):
-        return _class(_find(config))(config, _preprocessor(Path(folder)))
+        return _class(f"families.{_find(config)}")(config, _preprocessor(Path(folder)))
 
 
 def load_video_processor(folder: str | Path) -> VideoProcessor:

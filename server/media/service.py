@@ -182,10 +182,12 @@ class Images:
         param: str,
         max_tokens: int | None,
         turn: str,
+        frames: dict[str, Any] | None = None,
     ) -> None:
-        """Give every medium of a prompt its `lease`. `options` are the request's mm_processor_kwargs, checked; `param`
-        is the field that holds the prompt; the media must have fewer tokens than `max_tokens`. Media are shared by
-        content; the uuids of different tenants are different. `turn` is the tenant whose turns this takes.
+        """Give every medium of a prompt its `lease`. `options` are the request's mm_processor_kwargs, checked, `frames`
+        those of its media_io_kwargs; `param` is the field that holds the prompt; the media must have fewer tokens than
+        `max_tokens`. Media are shared by content; the uuids of different tenants are different. `turn` is the tenant
+        whose turns this takes.
 
         Sizes and tokens are known from headers: media that are too large are refused before they are decoded. If the
         caller is cancelled, media that have not begun are dropped.
@@ -198,7 +200,7 @@ class Images:
         self._num_waiting += 1
         try:
             fetched = dict(zip(media, await _all(self._contents.fetch(one) for one in media), strict=True))
-            groups = self._groups(media, options)
+            groups = self._groups(media, options or {}, frames or {})
             look = functools.partial(self._look, fetched=fetched, tenant=tenant)
             await _all(self._run(group, look, turn) for group in groups)
             self._check_tokens(groups, param, max_tokens)
@@ -207,13 +209,15 @@ class Images:
         finally:
             self._num_waiting -= 1
 
-    def _groups(self, media: Sequence[MediaInput], options: dict[str, Any] | None) -> list[Group]:
+    def _groups(self, media: Sequence[MediaInput], options: dict[str, Any], frames: dict[str, Any]) -> list[Group]:
         groups: list[Group] = []
         for kind in self.kinds.values():
             mine = [one for one in media if one.kind == kind.name]
-            chosen = {name: value for name, value in (options or {}).items() if name in kind.options}
+            chosen = {name: value for name, value in options.items() if name in kind.options}
+            param = "mm_processor_kwargs" if chosen or kind.name != "video" else "media_io_kwargs"
+            chosen = frames | chosen if kind.name == "video" else chosen
             for some in kind.groups(mine) if mine else ():
-                groups.append(Group(kind, some, kind.defaults | chosen, bool(chosen)))
+                groups.append(Group(kind, some, kind.defaults | chosen, bool(chosen), param=param))
         return groups
 
     async def _run(self, group: Group, work: Callable[[Group], None], turn: str, num_bytes: int = 0) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.messages import MediaItem
 from quire.server.errors import BadRequest
-from quire.server.media.inputs import MEDIA, MediaInput
+from quire.server.media.inputs import MEDIA, ORDINAL, MediaInput
 from quire.server.request.request import Conversation, GenerationSpec
 from quire.server.text.chat_template import ChatTemplate
 from quire.server.turns.threads import Deferred
@@ -58,7 +59,8 @@ def loading(
         state.images.check_options(options)
     if not prompt.media:
         return None
-    return partial(state.images.load, prompt.media, options, tenant, param, max_tokens)
+    frames = prompt.frame_options if isinstance(prompt, Conversation) else {}
+    return partial(state.images.load, prompt.media, options, tenant, param, max_tokens, frames=frames)
 
 
 # ---- messages
@@ -189,9 +191,11 @@ class Illustrated:
         tokens = {kind.token: kind.token_id for kind in state.images.kinds.values()}
         pattern = re.compile(_any_of(tokens))
         texts, runs, first = [parts[0]], [_Run()] * len(pattern.findall(parts[0])), 0
+        before: Counter[MediaKind] = Counter()
         for one, part in zip(media, parts[1:], strict=True):
             medium = one.lease.medium
-            texts += [medium.text, part]
+            texts += [medium.text.replace(ORDINAL, str(before[one.kind])), part]
+            before[one.kind] += 1
             runs += [_Run(first + i, count) for i, found in enumerate(medium.parts) for count in found.counts]
             runs += [_Run()] * len(pattern.findall(part))
             first += len(medium.parts)

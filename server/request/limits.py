@@ -6,6 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from quire.configs.media_limits import MAX_FPS, MAX_FRAMES
+
 INT64_MAX = 2**63 - 1
 MAX_N = 128
 MAX_TEXT = 2**24  # characters of any text; --max-body-size is usually the lower limit
@@ -57,6 +59,8 @@ ProcessorOptions = Annotated[
     ],
     Meta(max_length=32),
 ]
+Frames = Annotated[int, Meta(ge=-1, le=MAX_FRAMES, description="-1: as many as the server takes")]
+FramesPerSecond = Annotated[float, Meta(ge=-1, le=MAX_FPS, description="-1: as many as the server takes")]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 TokenId = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_IDS)]

@@ -93,6 +93,7 @@ class Conversation:
     reasoning: Reasoning = field(default_factory=Reasoning)
     parse: bool = True  # tell reasoning and tool calls from content; False: the answer is the text alone
     processor_options: dict[str, Any] | None = None  # how the model's image processor sizes images
+    frame_options: dict[str, Any] = field(default_factory=dict)  # how many frames of videos it sees
 
     @property
     def media(self) -> list[MediaInput]:

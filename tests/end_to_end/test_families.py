@@ -17,6 +17,7 @@ from quire.worker.spec.cache import plan_cache
 from quire.worker.spec.index import without_indexes
 from quire.worker.spec.model import cache_specs
 from tests.helpers.in_process import FORCED_DRAFTS, InProcessEngine
+from tests.helpers.models.document_models import correct_names
 from tests.helpers.models.families import FAMILIES, VOCAB, WITHOUT_VARIANTS, build_family, redraw
 from tests.helpers.models.judges import judge, load_family
 
@@ -111,22 +112,23 @@ def test_the_text_of_a_wrapper(model_type, text, vision, bare, prompts, tmp_path
     if text.startswith("qwen3_5"):  # a quarter of each head turns, by three axes
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
         settings = settings | {"rope_parameters": rope}
+    others = {
+        "lfm2_vl": {"projector_hidden_size": 32},
+        "kimi_k25": {"projection_hidden_size": 16},
+        "minicpmv4_6": {"image_token_id": 250},
+    }
     config = CONFIG_MAPPING[model_type](
         text_config={"model_type": text_type, **settings, "tie_word_embeddings": True},
         vision_config=VISION | vision,
-        **({"projector_hidden_size": 32} if model_type == "lfm2_vl" else {}),
+        **others.get(model_type, {}),
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()
     redraw(model)
     model.save_pretrained(tmp_path)
+    correct_names(model_type, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    if model_type == "kimi_k25":  # transformers saves the decoder's layers under the encoder's name
-        tensors = {
-            re.sub(r"^language_model\.model\.blocks", "language_model.model.layers", k): tensors[k] for k in tensors
-        }
-        save_file(tensors, tmp_path / "model.safetensors")
     if bare:
         language = re.compile(r"^(model\.language_model|language_model\.model)\.")
         renamed = {language.sub("", name): value for name, value in tensors.items() if language.match(name)}

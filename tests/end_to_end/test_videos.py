@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from quire.server.media.video.sources import Clip
 from quire.worker.messages import most_blocks
 from quire.worker.models.registry import read_model_spec
 from quire.worker.spec.cache import plan_cache
 from quire.worker.spec.model import cache_specs
 from tests.end_to_end.test_images import GREEDY, SMALL, generate, run
 from tests.helpers.in_process import InProcessEngine, Result
+from tests.helpers.models.films import film
 from tests.helpers.models.image_prompts import build, picture
 from tests.helpers.models.judges import judge
+from tests.helpers.models.lora import use, write_adapter
 from tests.helpers.models.qwen_gemma_models import VIDEO_TOKEN_ID
-from tests.helpers.models.video_prompts import Video, VideoPrompt, VideoReference, VideoWriter, published_positions
+from tests.helpers.models.video_prompts import (
+    Video,
+    VideoFile,
+    VideoPrompt,
+    VideoReference,
+    VideoWriter,
+    published_positions,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +99,79 @@ def test_tokens_and_logprobs_equal_transformers(name, tmp_path):
     for results in (first, again):
         check(name, model, prompts, results)
     check(name, model, prompts[1:2], last)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen2_5_vl", {"tensor_parallel_size": 2}),
+        ("qwen3_vl", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "steps_in_flight": 4}),
+        ("internvl", {"pipeline_parallel_size": 2}),
+    ],
+    ids=["tp2", "tp2-pp2", "pp2"],
+)
+def test_several_ranks(name, settings, tmp_path):
+    """The first stage encodes, in chunks that cut frames."""
+    model, write = built(name, tmp_path)
+    prompts = workload(write)
+    several = {"num_threads": 1, "debug_check_ranks": True, "max_num_batched_tokens": 26} | settings
+    engine = InProcessEngine(str(tmp_path), **SMALL | several)
+    try:
+        check(name, model, prompts, generate(engine, prompts))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_adapters(name, tmp_path):
+    """Adapters of the language model change the answers to videos, and share no blocks with the model alone."""
+    model, write = built(name, tmp_path)
+    prompts = workload(write)[1:4]
+    decoder = model.model.language_model
+    targets = {
+        key: one for key, one in decoder.named_modules() if key.split(".")[-1] in ("q_proj", "v_proj", "up_proj")
+    }
+    random_numbers, tensors, changes = torch.Generator().manual_seed(0), {}, {}
+    for key, linear in targets.items():
+        a = torch.randn(4, linear.in_features, generator=random_numbers) / linear.in_features**0.5
+        b = torch.randn(linear.out_features, 4, generator=random_numbers) / 2
+        whole = f"base_model.model.model.language_model.{key}"
+        tensors |= {f"{whole}.lora_A.weight": a, f"{whole}.lora_B.weight": b}
+        changes[key] = b @ a
+    names = sorted({key.split(".")[-1] for key in targets})
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": names}
+    write_adapter(tmp_path / "adapter", settings, tensors)
+    engine = InProcessEngine(str(tmp_path), **SMALL | {"enable_lora": True})
+    alone = generate(engine, prompts)
+    media, adapters = [one.media for one in prompts], [[use(tmp_path / "adapter")]] * len(prompts)
+    adapted = engine.generate([one.token_ids for one in prompts], GREEDY, media=media, adapters=adapters)
+    engine.close()
+    check(name, model, prompts, alone)
+    with torch.no_grad():
+        for key, change in changes.items():
+            targets[key].weight += change
+    check(name, model, prompts, adapted)
+    assert [one.token_ids for one in alone] != [one.token_ids for one in adapted]
+
+
+def test_a_file(tmp_path):
+    """The frames of a file are those that PyAV decodes, and the answer is transformers'."""
+    av = pytest.importorskip("av")
+    model, write = built("qwen3_vl", tmp_path)
+    data = film(num_frames=9, size=(64, 48))
+    with av.open(io.BytesIO(data)) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    prompt = write(*range(40, 48), VideoFile(data), *range(50, 55))
+    processor = write.video_processor
+    clip = Clip(frames, 4.0)
+    facts = replace(clip.facts, is_sampled=False)
+    chosen = processor.indices(facts, {})
+    expected = processor(facts, chosen, clip.frames(chosen), {})
+    for part, other in zip(prompt.videos[0].parts, expected.parts, strict=True):
+        difference = np.abs(part.features["pixel_values"] - other.features["pixel_values"])
+        assert difference.max() < 3 / 127.5 and part.time == other.time  # conversions of colors round differently
+    assert prompt.videos[0].text == expected.text
+    check("qwen3_vl", model, [prompt], run(tmp_path, [prompt]))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])

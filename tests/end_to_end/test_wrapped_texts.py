@@ -5,9 +5,9 @@ found among the encoder's, and the settings are those of the text part.
 from __future__ import annotations
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.test_families import VISION, assert_same_text, prompts  # noqa: F401
+from tests.helpers.models.document_models import correct_names
 from tests.helpers.models.families import FAMILIES, SEEING, redraw
 
 _SMALL = {"image_size": 28, "patch_size": 14}
@@ -52,10 +52,5 @@ def test_the_text_of_a_wrapper(name, prompts, tmp_path):  # noqa: F811
     model = AutoModelForImageTextToText.from_config(config).eval()
     redraw(model)
     model.save_pretrained(tmp_path)
-    if name == "qianfan_ocr":  # transformers saves the decoder's layers under the encoder's name
-        tensors = load_file(tmp_path / "model.safetensors")
-        tensors = {
-            key.replace("language_model.model.encoder.", "language_model.model."): tensors[key] for key in tensors
-        }
-        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    correct_names(name, tmp_path)
     assert_same_text(model, tmp_path, prompts)

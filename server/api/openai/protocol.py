@@ -39,6 +39,8 @@ from quire.server.request.limits import (
     Bias,
     CacheSalt,
     Count,
+    Frames,
+    FramesPerSecond,
     ImageName,
     ImageText,
     Int64,
@@ -179,6 +181,24 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     additional_properties: bool | None = None  # quire's: objects may have properties that their schema does not name
 
     harmless: ClassVar = frozenset({"disable_fallback", "disable_additional_properties"})
+
+
+class VideoIO(msgspec.Struct, kw_only=True):
+    """The frames of a video; with both, the fewer ones count."""
+
+    num_frames: Frames | None = None
+    fps: FramesPerSecond | None = None
+
+    harmless: ClassVar = frozenset()
+
+
+class MediaIO(msgspec.Struct, kw_only=True):
+    """vLLM's choice of how media are read, by kind."""
+
+    video: VideoIO | None = None
+
+    harmless: ClassVar = frozenset()
+    unsupported: ClassVar[dict[str, tuple]] = {"image": ({},), "audio": ({},)}
 
 
 class PredictionPart(msgspec.Struct, kw_only=True):
@@ -389,6 +409,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
     mm_processor_kwargs: ProcessorOptions | None = None  # sizes of images
+    media_io_kwargs: MediaIO | None = None  # frames of videos
     # tools; `functions` and `function_call` are their older form
     tools: Tools | None = None
     tool_choice: Choice | None = None
@@ -447,6 +468,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: TemplateKwargs | None = None
     documents: Documents | None = None
     mm_processor_kwargs: ProcessorOptions | None = None
+    media_io_kwargs: MediaIO | None = None
     tools: Tools | None = None
 
     harmless: ClassVar = HARMLESS

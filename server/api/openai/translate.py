@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from quire.server.api.openai.other_names import (
     is_unlimited,
     max_tokens_param,
@@ -17,6 +19,7 @@ from quire.server.api.openai.protocol import (
     ContentPart,
     GenerationFields,
     ImageUrl,
+    MediaIO,
     Message,
     ReasoningSwitch,
     TokenizeRequest,
@@ -143,6 +146,12 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str] | list[list
 # ---- messages
 
 
+def _frame_options(given: MediaIO | None) -> dict[str, Any]:
+    """Return the settings of videos, without -1, vLLM's word for the default."""
+    chosen = msgspec.structs.asdict(given.video) if given is not None and given.video is not None else {}
+    return {name: value for name, value in chosen.items() if value not in (None, -1)}
+
+
 def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
     """Return the messages and how to render them. Raises BadRequest naming the message at fault."""
     messages = [template_message(message, f"messages.{i}") for i, message in enumerate(body.messages)]
@@ -155,6 +164,7 @@ def conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
         body.chat_template_kwargs or {},
         body.documents,
         processor_options=body.mm_processor_kwargs,
+        frame_options=_frame_options(body.media_io_kwargs),
     )
     if isinstance(body, TokenizeRequest):
         out.tools = tools_of(body.tools, None)

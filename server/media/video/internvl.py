@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from quire.server.media.internvl import InternVLProcessor
+from quire.server.media.families.internvl import InternVLProcessor
 from quire.server.media.processor import ProcessedImage, ProcessedVideo
 from quire.server.media.video.processor import SAMPLING_OPTIONS, Sampling, VideoFacts
 

@@ -53,7 +53,7 @@ class VideoKind(KindBase):
             group.num_tokens = self._processor.num_tokens(source.facts, group.options)
             if group.enlarges and not self.may_enlarge:
                 usual = self._processor.num_tokens(source.facts, self.defaults)
-                self.check_most(group.num_tokens, max(usual, self._processor.most_tokens(self.defaults)))
+                self.check_most(group.num_tokens, max(usual, self._processor.most_tokens(self.defaults)), group.param)
             group.num_bytes = self._num_bytes(source.facts, group.num_tokens)
 
     def _num_bytes(self, facts: VideoFacts, num_tokens: int) -> int:

@@ -8,11 +8,9 @@ from typing import Any, ClassVar, Protocol
 
 from PIL import Image
 
+from quire.configs.media_limits import MAX_FPS, MAX_FRAMES
 from quire.server.media.processor import ProcessedVideo
 from quire.server.values import Json
-
-MAX_FRAMES = 4096  # that options may ask for
-MAX_FPS = 240.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
+from quire.server.media.families.qwen_vl import MAX_RATIO, patches, smart_size
 from quire.server.media.pixels import HALF, MAX_PIXELS, PixelReader, chosen_bool, chosen_int
 from quire.server.media.processor import ProcessedImage, ProcessedVideo
-from quire.server.media.qwen_vl import MAX_RATIO, patches, smart_size
 from quire.server.media.video.processor import SAMPLING_OPTIONS, Sampling, VideoFacts
 
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # names of the limits in `size`

@@ -49,6 +49,7 @@ _LFM3 = {
     "patch_size": PATCH,
 }
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 1]}
+_QUARTER = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
 _QWEN3 = {key: value for key, value in FAMILIES["seed_oss"][1].items() if key != "pad_token_id"}
 _WIDE = {"max_position_embeddings": 2048, "vocab_size": VOCAB_SIZE}
 _GRANITE = FAMILIES["granite"][1] | _WIDE | {"num_hidden_layers": 4}
@@ -96,6 +97,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]},
         },
     ),
+    "kimi_k25": (
+        "kimi_k25",
+        {
+            "text_config": FAMILIES["kimi_k2"][1] | _WIDE | {"model_type": "deepseek_v3"},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "patch_size": PATCH,
+                "pos_emb_height": 6,
+                "pos_emb_width": 6,
+            },
+            "projection_hidden_size": 32,
+        },
+    ),
+    "minicpmv4_6": (
+        "minicpmv4_6",
+        {
+            "text_config": FAMILIES["qwen3_5"][1] | _WIDE | {"model_type": "qwen3_5_text", "rope_parameters": _QUARTER},
+            "vision_config": _SIGLIP | {"image_size": 5 * PATCH},
+            "insert_layer_id": 1,
+        },
+    ),
     "granite_docling": (
         "granite_docling",
         {
@@ -125,6 +150,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS["minicpmv4_6-4x"] = ("minicpmv4_6", MODELS["minicpmv4_6"][1] | {"downsample_mode": "4x"})
 _PIXELS = {"min_pixels": 64, "max_pixels": 64 * 24, "patch_size": PATCH}
 _TILES = {"size": {"height": SIDE, "width": SIDE}}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
@@ -137,7 +163,10 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     "granite_docling": _TILES | {"max_patches": 4},
     "qianfan_ocr": _TILES | {"max_patches": 4},
     "granite4_vision": _TILES,
+    "kimi_k25": {"max_patches": 96},
+    "minicpmv4_6": {"patch_size": PATCH, "scale_resolution": 48, "max_slice_nums": 4},
 }
+PREPROCESSORS["minicpmv4_6-4x"] = PREPROCESSORS["minicpmv4_6"] | {"downsample_mode": "4x", "scale_resolution": 28}
 
 
 def build_model(name: str, folder: str | Path) -> Any:
@@ -150,7 +179,7 @@ def build_model(name: str, folder: str | Path) -> Any:
     text = {"tie_word_embeddings": False} | settings["text_config"]
     token = "image_token_index" if name in ("mistral_large4", "granite4_vision") else "image_token_id"
     others = {token: IMAGE_TOKEN_ID, "tie_word_embeddings": False}
-    if name.startswith(("glm", "lfm3")):
+    if name.startswith(("glm", "lfm3", "kimi", "minicpm")):
         others["video_token_id"] = VIDEO_TOKEN_ID
     config = CONFIG_MAPPING[kind](**settings | {"text_config": text} | others)
     torch.manual_seed(0)
@@ -161,12 +190,24 @@ def build_model(name: str, folder: str | Path) -> Any:
     return model
 
 
+# names of tensors in which transformers mixes up parts of the model -> those of published files
+_WRONG = {
+    "qianfan_ocr": {"language_model.model.encoder.": "language_model.model."},
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    },
+}
+
+
 def correct_names(name: str, folder: str | Path) -> None:
-    """Give the decoder's layers of a Qianfan-OCR, which transformers saves under the encoder's name, their own."""
-    if name != "qianfan_ocr":
+    """Give the tensors that transformers saves under wrong names those of published files."""
+    if name not in _WRONG:
         return
     from safetensors.torch import load_file, save_file
 
-    path, wrong = Path(folder, "model.safetensors"), "language_model.model.encoder."
-    tensors = {key.replace(wrong, "language_model.model."): value for key, value in load_file(path).items()}
+    path = Path(folder, "model.safetensors")
+    tensors = load_file(path)
+    for wrong, right in _WRONG[name].items():
+        tensors = {key.replace(wrong, right): value for key, value in tensors.items()}
     save_file(tensors, path, {"format": "pt"})

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from quire.engine.messages import MediaItem
-from quire.server.media.granite4_vision import Granite4VisionProcessor
+from quire.server.media.families.llava_next import LlavaNextProcessor
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
 from tests.helpers.models import document_models, llava_models, ocr_models, qwen_gemma_models
@@ -61,7 +61,7 @@ class Writer:
                 prompt.token_ids.append(part)
             else:
                 image = self.processor([part], options)[0]
-                if isinstance(self.processor, Granite4VisionProcessor):
+                if isinstance(self.processor, LlavaNextProcessor):
                     image.features["size"] = np.array([part.height, part.width])  # for transformers' model
                 self._add(prompt, image)
         return prompt
@@ -132,6 +132,11 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     if name.startswith(("qwen", "glm", "lfm3")):
         frames = [one.expand(-1, -1, 2, -1).flatten(1) for one in pixels]
         return {"pixel_values": torch.cat(frames), "image_grid_thw": torch.stack([image["grid"] for image in images])}
+    if name.startswith("minicpm"):
+        flat = torch.cat(pixels).permute(1, 2, 0, 3).flatten(2)  # columns of all patches next to each other
+        return {"pixel_values": flat[None], "target_sizes": torch.cat([image["grids"] for image in images])}
+    if name == "kimi_k25":
+        return _kimi_k25(images)
     if name in ("mistral3", "pixtral", "mistral_large4", "lighton_ocr"):
         sizes = torch.tensor([one.shape[1:] for one in pixels])
         padded = torch.zeros(len(pixels), 3, *sizes.max(0).values.tolist())
@@ -140,8 +145,8 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         return {"pixel_values": padded, "image_sizes": sizes}
     if name.startswith("gemma4"):
         return _gemma4(images)
-    if name == "granite4_vision":
-        return _granite4_vision(images)
+    if name in ("granite4_vision", "llava_next"):
+        return _llava_next(images)
     if name == "granite_docling":
         tiles = torch.cat(pixels)[None]
         fine = {"tile_fine_mask": torch.ones(1, dtype=torch.bool)} if "fine" in images[0] else {}
@@ -155,6 +160,17 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     return {"pixel_values": torch.cat(pixels)}
 
 
+def _kimi_k25(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return the patches row by row; the server's are in groups of four."""
+    grids, found = torch.stack([image["grid"] for image in images]), []
+    for image in images:
+        _, rows, columns = image["grid"].tolist()
+        groups = image["pixel_values"].view(rows // 2, columns // 2, 2, 2, 3, -1).transpose(1, 2)
+        patches = groups.reshape(rows * columns, 3, -1)
+        found.append(patches.unflatten(2, (document_models.PATCH, document_models.PATCH)))
+    return {"pixel_values": torch.cat(found), "image_grid_thw": grids}
+
+
 def _lfm2_vl(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     grids = torch.cat([image["grids"] for image in images])
     parts = torch.cat([image["pixel_values"] for image in images]).split(grids.prod(1).tolist())
@@ -165,7 +181,7 @@ def _lfm2_vl(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     return {"pixel_values": padded, "spatial_shapes": grids, "pixel_attention_mask": mask}
 
 
-def _granite4_vision(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+def _llava_next(images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """Return the tiles, and sizes of images that are padded as theirs were."""
     most = max(len(image["pixel_values"]) for image in images)
     padded = torch.zeros(len(images), most, *images[0]["pixel_values"].shape[1:])

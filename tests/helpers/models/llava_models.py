@@ -55,6 +55,23 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vision_config": _SIGLIP, "image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": _GRIDS}
         | {"vision_aspect_ratio": "anyres_max_4"},
     ),
+    "aya_vision": (
+        "AyaVision",
+        "cohere2",
+        {"vision_config": _SIGLIP, "image_token_index": IMAGE_TOKEN_ID, "downsample_factor": 2}
+        | {"alignment_intermediate_size": 40},
+    ),
+    "cohere2_vision": (
+        "Cohere2Vision",
+        "cohere2",
+        {"vision_config": _SIGLIP, "image_token_id": IMAGE_TOKEN_ID, "alignment_intermediate_size": 40},
+    ),
+    "llava_next": (
+        "LlavaNext",
+        "mistral",
+        {"vision_config": _FIXED | {"model_type": "clip_vision_model"}, "image_token_index": IMAGE_TOKEN_ID}
+        | {"image_grid_pinpoints": _GRIDS},
+    ),
     "lfm2_vl": (
         "Lfm2Vl",
         "lfm2",
@@ -66,9 +83,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-_TEXTS = {"lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}}
+_TEXTS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "cohere2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24, "logit_scale": 1.0},
+}
 # preprocessor_config.json, where the defaults would make many tokens
 PREPROCESSORS = {
+    "aya_vision": {"size": {"height": SIDE, "width": SIDE}, "max_patches": 4},
+    "cohere2_vision": {"size": {"height": SIDE, "width": SIDE}, "max_patches": 4},
     "mistral3": {"size": {"longest_edge": 56}},
     "pixtral": {"size": {"longest_edge": 56}},
     "idefics3": {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}},

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from quire.configs.serving import MediaConfig
 from quire.engine.messages import MediaItem
 from quire.server.media.processor import ProcessedImage, ProcessedVideo
 from quire.server.media.registry import load_video_processor
-from quire.server.media.video.sources import Clip
+from quire.server.media.video.sources import Clip, FileSource
 from tests.helpers.models.image_prompts import Prompt, Reference, Writer, picture
 from tests.helpers.models.llava_models import IMAGE_TOKEN_ID
 from tests.helpers.models.qwen_gemma_models import VIDEO_TOKEN_ID
@@ -30,11 +31,22 @@ class Video:
     height: int
     fps: float = 8.0
 
-    def clip(self) -> Clip:
+    def clip(self) -> Clip | FileSource:
         size = self.width + self.num_frames, self.height
         whole = picture(self.seed, *size)
         frames = [np.asarray(whole.crop((i, 0, i + self.width, self.height))) for i in range(self.num_frames)]
         return Clip(np.stack(frames), self.fps)
+
+
+@dataclass(frozen=True)
+class VideoFile:
+    """The bytes of a file, which the server's decoder reads."""
+
+    data: bytes
+    seed: int = 0
+
+    def clip(self) -> Clip | FileSource:
+        return FileSource(self.data, MediaConfig())
 
 
 class VideoWriter(Writer):
@@ -45,22 +57,23 @@ class VideoWriter(Writer):
         self.video_processor = load_video_processor(folder)
         self.video_token_id = IMAGE_TOKEN_ID if "IMG" in self.video_processor.token else VIDEO_TOKEN_ID
 
-    def __call__(self, *parts: int | Image.Image | Video, **options: Any) -> VideoPrompt:
+    def __call__(self, *parts: int | Image.Image | Video | VideoFile, **options: Any) -> VideoPrompt:
         prompt = VideoPrompt()
         for part in parts:
             if isinstance(part, int):
                 prompt.token_ids.append(part)
-            elif isinstance(part, Video):
+            elif isinstance(part, Video | VideoFile):
                 self._add_video(prompt, part, options)
             else:
                 self._add(prompt, self.processor([part], options)[0])
                 prompt.shown.append(prompt.images[-1].features["pixel_values"])
         return prompt
 
-    def _add_video(self, prompt: VideoPrompt, video: Video, options: dict[str, Any]) -> None:
+    def _add_video(self, prompt: VideoPrompt, video: Video | VideoFile, options: dict[str, Any]) -> None:
         clip = video.clip()
         indices = self.video_processor.indices(clip.facts, options)
         found = self.video_processor(clip.facts, indices, clip.frames(indices), options)
+        clip.close()
         prompt.videos.append(found)
         prompt.shown += [part.features["pixel_values"] for part in found.parts]
         pieces = found.text.split(self.video_processor.token)

@@ -16,9 +16,9 @@ from quire.configs.config import Config
 from quire.server.errors import ApiError, BadRequest, ContextLengthExceeded
 from quire.server.media import decode as decoding
 from quire.server.media import service
+from quire.server.media.families.qwen_vl import QwenVLProcessor
 from quire.server.media.inputs import MediaInput
 from quire.server.media.kinds import NUM_THREADS, ImageKind
-from quire.server.media.qwen_vl import QwenVLProcessor
 
 VISION = {"vision_config": {"patch_size": 14, "spatial_merge_size": 2}}
 HUGE = {"min_pixels": 60_000_000, "max_pixels": 66_000_000}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from quire.server.media.deepseek_ocr import DeepseekOCR2Processor, DeepseekOCRProcessor, UnlimitedOCRProcessor
+from quire.server.media.families.deepseek_ocr import DeepseekOCR2Processor, DeepseekOCRProcessor, UnlimitedOCRProcessor
 from quire.server.media.processor import ProcessedImage
 from tests.server.media.test_llava_processors import noise, transformers_class
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
-from quire.server.media.lfm2_vl import Lfm2VLProcessor
+from quire.server.media.families.lfm2_vl import Lfm2VLProcessor
 
 CONFIG = {"vision_config": {"patch_size": 16}}
 DEFAULTS = {"downsample_factor": 2, "max_image_tokens": 256, "encoder_patch_size": 16}

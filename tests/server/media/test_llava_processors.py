@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import AddedToken
 
-from quire.server.media.idefics3 import Idefics3Processor
+from quire.server.media.families.idefics3 import Idefics3Processor
+from quire.server.media.families.internvl import InternVLProcessor
+from quire.server.media.families.llava import LlavaProcessor, llava_processor
+from quire.server.media.families.llava_onevision import LlavaOnevisionProcessor
+from quire.server.media.families.pixtral import PixtralProcessor
 from quire.server.media.inputs import PreparedMedium, PreparedPart
-from quire.server.media.internvl import InternVLProcessor
-from quire.server.media.llava import LlavaProcessor, llava_processor
-from quire.server.media.llava_onevision import LlavaOnevisionProcessor
-from quire.server.media.pixtral import PixtralProcessor
 from quire.server.media.processor import ProcessedImage
 from quire.server.media.registry import load_processor
 from quire.server.prompt.images import Illustrated

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quire.server.media.gemma import Gemma3Processor, Gemma4Processor
-from quire.server.media.qwen_vl import MAX_RATIO, PaddleOCRVLProcessor, QwenVLProcessor, smart_size
+from quire.server.media.families.gemma import Gemma3Processor, Gemma4Processor
+from quire.server.media.families.qwen_vl import MAX_RATIO, PaddleOCRVLProcessor, QwenVLProcessor, smart_size
 from quire.server.media.registry import load_processor
 from tests.server.media.test_llava_processors import IMAGES, expanded, noise, same_pixels, transformers_class
 
@@ -144,7 +144,7 @@ def test_gemma4(images, budget):
 
 @given(width=st.integers(1, 30_000), height=st.integers(1, 30_000), budget=st.sampled_from(Gemma4Processor.budgets))
 def test_sizes_of_gemma4(width, height, budget):
-    from quire.server.media.gemma import fitting_grid
+    from quire.server.media.families.gemma import fitting_grid
 
     theirs = transformers_class("gemma4", "image_processing_pil", "get_aspect_ratio_preserving_size")
     rows, columns = fitting_grid(height, width, 48, budget)

@@ -7,17 +7,20 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from quire.server.media.deepseek_ocr import DeepseekOCR2Processor, DeepseekOCRProcessor, UnlimitedOCRProcessor
-from quire.server.media.gemma import Gemma3Processor, Gemma4Processor
-from quire.server.media.granite4_vision import Granite4VisionProcessor
-from quire.server.media.granite_docling import GraniteDoclingProcessor
-from quire.server.media.idefics3 import Idefics3Processor
-from quire.server.media.internvl import InternVLProcessor
-from quire.server.media.lfm2_vl import Lfm2VLProcessor
-from quire.server.media.llava import LlavaProcessor
-from quire.server.media.llava_onevision import LlavaOnevisionProcessor
-from quire.server.media.pixtral import LightOnOCRProcessor, PixtralProcessor
-from quire.server.media.qwen_vl import GlmVProcessor, Lfm3VLProcessor, PaddleOCRVLProcessor, QwenVLProcessor
+from quire.server.media.families.aya_vision import AyaVisionProcessor, Cohere2VisionProcessor
+from quire.server.media.families.deepseek_ocr import DeepseekOCR2Processor, DeepseekOCRProcessor, UnlimitedOCRProcessor
+from quire.server.media.families.gemma import Gemma3Processor, Gemma4Processor
+from quire.server.media.families.granite_docling import GraniteDoclingProcessor
+from quire.server.media.families.idefics3 import Idefics3Processor
+from quire.server.media.families.internvl import InternVLProcessor
+from quire.server.media.families.kimi_k25 import KimiK25Processor
+from quire.server.media.families.lfm2_vl import Lfm2VLProcessor
+from quire.server.media.families.llava import LlavaProcessor
+from quire.server.media.families.llava_next import Granite4VisionProcessor, LlavaNextProcessor
+from quire.server.media.families.llava_onevision import LlavaOnevisionProcessor
+from quire.server.media.families.minicpmv import MiniCPMVProcessor
+from quire.server.media.families.pixtral import LightOnOCRProcessor, PixtralProcessor
+from quire.server.media.families.qwen_vl import GlmVProcessor, Lfm3VLProcessor, PaddleOCRVLProcessor, QwenVLProcessor
 from quire.server.media.registry import PROCESSORS
 
 VISION = {"image_size": 28, "patch_size": 7, "pooling_kernel_size": 2, "scale_factor": 2}
@@ -46,9 +49,17 @@ FAMILIES = {
         [{}, {"detail": "low"}, {"size": {"longest_edge": 56}}, {"do_image_splitting": True}],
     ),
     "internvl": (InternVLProcessor(CONFIG, SQUARE), [{}, {"max_patches": 3}, {"min_patches": 4}, {"detail": "low"}]),
+    "aya": (AyaVisionProcessor(CONFIG, SQUARE), [{}, {"max_patches": 3}, {"min_patches": 4}, {"detail": "low"}]),
+    "cohere": (Cohere2VisionProcessor(CONFIG, SQUARE), [{}, {"max_patches": 3}, {"detail": "low"}]),
+    "llava-next": (LlavaNextProcessor(CONFIG | PINPOINTS, {}), [{}]),
     "pixtral": (PixtralProcessor(CONFIG, {}), [{}, {"size": {"longest_edge": 50}}, {"detail": "low"}]),
     "lighton": (LightOnOCRProcessor(CONFIG, {}), [{}, {"size": {"longest_edge": 50}}, {"detail": "low"}]),
     "glm": (GlmVProcessor(CONFIG, {"patch_size": 7}), [{}, {"max_pixels": 15_000}, {"detail": "low"}]),
+    "kimi": (KimiK25Processor(CONFIG, {"patch_size": 7}), [{}, {"max_patches": 99}, {"detail": "low"}]),
+    "minicpm": (
+        MiniCPMVProcessor(CONFIG, {"patch_size": 7, "scale_resolution": 84}),
+        [{}, {"max_slice_nums": 3}, {"detail": "low"}],
+    ),
     "lfm3": (Lfm3VLProcessor(CONFIG, {"patch_size": 7}), [{}, {"max_pixels": 5000}]),
     "docling": (
         GraniteDoclingProcessor(CONFIG, SQUARE),

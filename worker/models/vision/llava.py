@@ -14,15 +14,28 @@ from quire.worker.transformer.vision.layers import Projector, num_used_layers
 from quire.worker.transformer.vision.tower import VisionTower
 
 
-def make_transformer(config: dict[str, Any], weights: WeightFormat, default_layer: int) -> VisionTransformer:
-    """Return the CLIP or SigLIP encoder of a Llava model. Raises ValueError for another one."""
+def make_transformer(
+    config: dict[str, Any],
+    weights: WeightFormat,
+    default_layer: int,
+    *,
+    strategy: str | None = None,
+    final_norm: bool = False,
+) -> VisionTransformer:
+    """Return the CLIP or SigLIP encoder of a Llava model. Raises ValueError for another one.
+
+    With `strategy`, the default of `vision_feature_select_strategy`, exactly the patches must be selected.
+    """
     kind = config["vision_config"].get("model_type")
     defaults = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}.get(kind)
     if defaults is None:
         raise ValueError(f"vision_config.model_type {kind!r} is not supported: clip_vision_model, siglip_vision_model")
-    vision = defaults | config["vision_config"]
+    clip, vision = kind == "clip_vision_model", defaults | config["vision_config"]
+    needed, name = "default" if clip else "full", "vision_feature_select_strategy"
+    if strategy is not None and (found := config.get(name, strategy)) != needed:
+        raise ValueError(f'{name} "{found}" is not supported: a {kind} needs "{needed}"')
     num_layers = num_used_layers(config, vision["num_hidden_layers"], default_layer)
-    return VisionTransformer(vision, weights, num_layers=num_layers, clip=kind == "clip_vision_model")
+    return VisionTransformer(vision, weights, num_layers=num_layers, clip=clip, final_norm=final_norm)
 
 
 class LlavaTower(VisionTower):

@@ -1,8 +1,10 @@
-"""Llava-OneVision: the whole image and, of a single image, its tiles without their padding, row by row."""
+"""Llava-NeXT and Llava-OneVision: the whole image and (OneVision: of a single image) its tiles without their padding,
+row by row.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +23,18 @@ class LlavaOnevisionTower(VisionTower):
     """
 
     prefixes = ("vision_tower.", "multi_modal_projector.", "image_newline")
+    default_layer: ClassVar[int] = -1
+    strategy: ClassVar[str] = "full"
 
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)
-        if config.get("vision_feature_select_strategy", "full") != "full":
-            raise ValueError('vision_feature_select_strategy: Llava-OneVision is supported with "full" only')
-        self.encoder = make_transformer(config, weights, -1)
+        self.encoder = make_transformer(config, weights, self.default_layer, strategy=self.strategy)
         self.projector = Projector(config, self.encoder.hidden_size, weights)
         self.newline = table("image_newline", config["text_config"]["hidden_size"])
 
     def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         tiles = [len(image["pixel_values"]) for image in images]
-        features = self.encoder(torch.cat([image["pixel_values"] for image in images]), whole=True)
+        features = self.encoder(torch.cat([image["pixel_values"] for image in images]))
         embeddings = self.projector(features.flatten(0, 1)).view(*features.shape[:2], -1)
         return [self._joined(parts, image.get("layout")) for parts, image in zip(embeddings.split(tiles), images)]
 
@@ -49,3 +51,10 @@ class LlavaOnevisionTower(VisionTower):
             grid = F.interpolate(grid.permute(2, 0, 1)[None], (height, width), mode="bilinear")[0].permute(1, 2, 0)
         lines = torch.cat((grid, self.newline.expand(height, 1, -1)), 1)
         return torch.cat((parts[0], lines.flatten(0, 1)))
+
+
+class LlavaNextTower(LlavaOnevisionTower):
+    """Every image has tiles, all of whose embeddings are used."""
+
+    default_layer = -2
+    strategy = "default"

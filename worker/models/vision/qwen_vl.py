@@ -114,9 +114,7 @@ class QwenVLTower(VisionTower):
         return self.merger(self.encoder(x, frame_lengths(grids), cos_sin))
 
     def rotation(self, grid: Grid, device: torch.device) -> torch.Tensor:
-        """Return the rows of `apply_rotary`: the first half of the frequencies turns by a patch's row, the second by
-        its column.
-        """
+        """Return the rows of `apply_rotary`."""
         frames, rows, columns = grid
         half = self.head_dim // 2
         theta = (self.vision.get("rope_parameters") or {}).get("rope_theta") or self.theta
@@ -124,8 +122,14 @@ class QwenVLTower(VisionTower):
         of_row = torch.arange(rows, device=device)[:, None, None] * frequencies
         of_column = torch.arange(columns, device=device)[None, :, None] * frequencies
         shape = (rows, columns, -1)
-        angles = in_groups(torch.cat((of_row.expand(shape), of_column.expand(shape)), -1), self.merge)
+        angles = in_groups(self.angles(of_row.expand(shape), of_column.expand(shape)), self.merge)
         return torch.cat((angles.cos(), angles.sin()), -1).repeat(frames, 1)
+
+    def angles(self, of_row: torch.Tensor, of_column: torch.Tensor) -> torch.Tensor:
+        """Join the angles by which a patch's row and its column turn q and k: here the first half of the frequencies
+        turns by the row.
+        """
+        return torch.cat((of_row, of_column), -1)
 
 
 def frame_lengths(grids: list[Grid]) -> list[int]:

@@ -47,6 +47,9 @@ def test_a_request_may_not_ask_for_more_than_the_server(tmp_path):
     with pytest.raises(BadRequest, match="may only make videos smaller") as error:
         more.kind.measure(more)
     assert error.value.param == "mm_processor_kwargs"
+    more.param = "media_io_kwargs"
+    with pytest.raises(BadRequest, match=r"media_io_kwargs: a video .* \(--media-io-kwargs makes them larger"):
+        more.kind.measure(more)
     more.kind.may_enlarge = True  # offline
     more.kind.measure(more)
 

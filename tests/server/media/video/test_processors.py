@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from quire.server.media.qwen_vl import MAX_RATIO
+from quire.server.media.families.qwen_vl import MAX_RATIO
 from quire.server.media.video.internvl import InternVLVideoProcessor
 from quire.server.media.video.processor import VideoFacts
 from quire.server.media.video.qwen_vl import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor, size_of_frames

@@ -128,6 +128,40 @@ def test_a_file(watching, sent, video_root):
     assert fewer.json()["usage"]["prompt_tokens_details"]["video_tokens"] == 2
 
 
+@needs_av
+def test_frames_that_a_request_chooses(watching, sent):
+    """vLLM's media_io_kwargs: of 12 frames in 3 seconds; the fewer of both count, and -1 is the default."""
+    body = asks(text_part("a"), video_part(mp4()))
+    for chosen, pairs in (
+        ({"num_frames": 2}, 1),
+        ({"fps": 1.4}, 2),
+        ({"num_frames": 4, "fps": 2}, 2),
+        ({"num_frames": -1, "fps": -1}, 3),
+        ({}, 3),
+    ):
+        answer = watching.http.post(CHAT, json=body | {"media_io_kwargs": {"video": chosen, "image": {}}})
+        assert answer.status_code == 200, answer.text
+        assert len(sent[-1].media) == pairs, chosen
+    both = {"media_io_kwargs": {"video": {"num_frames": 2}}, "mm_processor_kwargs": {"num_frames": 4}}
+    assert watching.http.post(CHAT, json=body | both).status_code == 200 and len(sent[-1].media) == 2
+    tokens = watching.http.post("/tokenize", json=body | {"media_io_kwargs": {"video": {"num_frames": 2}}}).json()
+    assert tokens["tokens"].count(VIDEO_ID) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"video": {"num_frames": 1 << 20}}, "media_io_kwargs.video.num_frames"),
+        ({"video": {"fps": "fast"}}, "media_io_kwargs.video.fps"),
+        ({"image": {"mode": "L"}}, "media_io_kwargs.image"),
+        ([], "media_io_kwargs"),
+    ],
+)
+def test_refused_choices_of_frames(watching, given, param):
+    answer = watching.http.post(CHAT, json=asks(video_part(), media_io_kwargs=given))
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
 def test_a_rendered_request(watching):
     body = asks(video_part(), image_part("red"))
     answer = watching.http.post("/v1/chat/completions/render", json=body).json()

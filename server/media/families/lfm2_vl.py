@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from quire.server.media.internvl import best_grid
+from quire.server.media.families.internvl import best_grid
+from quire.server.media.families.qwen_vl import smart_size
 from quire.server.media.pixels import HALF, PixelReader, chosen_bool, chosen_detail, chosen_int, tiles
 from quire.server.media.processor import ProcessedImage
-from quire.server.media.qwen_vl import smart_size
 
 _DEFAULTS = {"min_image_tokens": 64, "max_image_tokens": 256, "min_tiles": 2, "max_tiles": 10}
 _MOST = {"min_image_tokens": 4096, "max_image_tokens": 4096, "min_tiles": 64, "max_tiles": 64}

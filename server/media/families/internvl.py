@@ -18,21 +18,22 @@ class InternVLProcessor:
     placeholder: ClassVar[str] = "<IMG_CONTEXT>"
     image_token = "<IMG_CONTEXT>"
     options: ClassVar[frozenset[str]] = frozenset({"crop_to_patches", "min_patches", "max_patches", "detail"})
+    defaults: ClassVar[tuple[int, int]] = (448, 14)  # sides of a tile and of a patch
+    crops: bool = True
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         vision = config["vision_config"]
-        self.side = one_side("vision_config.image_size", vision.get("image_size", 448))
+        self.side = one_side("vision_config.image_size", vision.get("image_size", self.defaults[0]))
         found = one_side("preprocessor_config.json: size", preprocessor.get("size") or self.side)
         if found != self.side:
             raise ValueError(f"preprocessor_config.json: size {found} must be the encoder's image_size, {self.side}")
-        patch = one_side("vision_config.patch_size", vision.get("patch_size", 14))
-        self.tokens = int(self.side // patch * config.get("downsample_ratio", 0.5)) ** 2
+        patch = one_side("vision_config.patch_size", vision.get("patch_size", self.defaults[1]))
+        self.tokens = self._side_of_tile(config, self.side // patch) ** 2
         self.fewest, self.most = preprocessor.get("min_patches", 1), preprocessor.get("max_patches", 12)
         self.reader = PixelReader(preprocessor)
 
     def num_tokens(self, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[int]:
-        fewest, most = self._tiles(options)
-        grids = [best_grid(width, height, self.side, fewest, most) for width, height in sizes]
+        grids = [self._grid(width, height, *self._tiles(options)) for width, height in sizes]
         return [self.tokens * (columns * rows + (columns * rows > 1)) for columns, rows in grids]
 
     def __call__(self, images: list[Image.Image], options: dict[str, Any]) -> list[ProcessedImage]:
@@ -42,16 +43,27 @@ class InternVLProcessor:
         """Return the fewest and the most tiles of an image."""
         most = chosen_int(options, "max_patches", self.most, _MOST_TILES)
         fewest = chosen_int(options, "min_patches", min(self.fewest, most), most)
-        cut = chosen_bool(options, "crop_to_patches", chosen_detail(options) != "low") and most > 1
-        return (fewest, most) if cut else (1, 1)
+        crops = self.crops and chosen_detail(options) != "low"
+        return (fewest, most) if chosen_bool(options, "crop_to_patches", crops) and most > 1 else (1, 1)
+
+    def _side_of_tile(self, config: dict[str, Any], patches: int) -> int:
+        """Return the tokens of a side of a tile."""
+        return int(patches * config.get("downsample_ratio", 0.5))
+
+    def _grid(self, width: int, height: int, fewest: int, most: int) -> tuple[int, int]:
+        """Return columns and rows of the tiles of an image."""
+        return best_grid(width, height, self.side, fewest, most)
+
+    def _text(self, tiles: int) -> tuple[str, list[int]]:
+        """Return the text of an image of so many tiles, the whole image included, and the counts of its tokens."""
+        return f"<img>{self.image_token}</img>", [self.tokens * tiles]
 
     def _process(self, image: Image.Image, fewest: int, most: int) -> ProcessedImage:
-        columns, rows = best_grid(image.width, image.height, self.side, fewest, most)
+        columns, rows = self._grid(image.width, image.height, fewest, most)
         parts = tiles(self.reader.resize(image, rows * self.side, columns * self.side), self.side)
         if len(parts) > 1:
             parts.append(self.reader.resize(image, self.side, self.side))
-        text = f"<img>{self.image_token}</img>"
-        return ProcessedImage({"pixel_values": self.reader.numbers(parts)}, text, [self.tokens * len(parts)])
+        return ProcessedImage({"pixel_values": self.reader.numbers(parts)}, *self._text(len(parts)))
 
 
 def best_grid(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from quire.server.media.internvl import best_grid
+from quire.server.media.families.internvl import best_grid
 from quire.server.media.pixels import PixelReader, chosen_bool, chosen_detail, chosen_int, one_side, tiles
 from quire.server.media.processor import ProcessedImage
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
+from quire.server.media.families.pixtral import PixtralProcessor
 from quire.server.media.pixels import PixelReader, one_side, padded_to_square
-from quire.server.media.pixtral import PixtralProcessor
 from quire.server.media.processor import ImageProcessor, ProcessedImage
 
 
