@@ -105,6 +105,7 @@ DECODERS = {
     "Qwen3NextForCausalLM": "qwen3_next:Qwen3Next",
     "Qwen3_5ForCausalLM": "qwen3_next:Qwen35",
     "Qwen3_5MoeForCausalLM": "qwen3_next:Qwen35Moe",
+    "Qwen4ExpForCausalLM": "qwen4_exp:Qwen4Exp",
     "SeedOssForCausalLM": "seed_oss:SeedOss",
     "SolarOpenForCausalLM": "solar_open:SolarOpen",
     "SmolLM3ForCausalLM": "smollm3:SmolLM3",
