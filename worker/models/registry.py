@@ -158,6 +158,7 @@ WRAPPED = {
     "Qwen3VLMoeForCausalLM": "qwen_vl:Qwen3VLMoe",
     "Qwen3_5VLForCausalLM": "qwen_vl:Qwen35VL",
     "Qwen3_5MoeVLForCausalLM": "qwen_vl:Qwen35MoeVL",
+    "Qwen4ExpVLForCausalLM": "qwen4_exp:Qwen4ExpVL",
     "WhisperForCausalLM": "whisper:Whisper",
 }
 # names of decoders without an output head that do not follow from the others
