@@ -80,9 +80,6 @@ __all__ = [
 ]
 
 
-# environment variable that names the folder in which an engine's processes write their stack dumps, one file each
-
-
 class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag=True):
     pass
 

@@ -11,6 +11,7 @@ import torch
 from quire.checkpoints.gguf.architectures import ARCHITECTURES
 from quire.worker.layers.quantization.int_at_load import BITS
 from quire.worker.models.describe import cache_kind, has_stages
+from quire.worker.models.qwen4_exp import INDEX_KEYS
 from quire.worker.models.registry import DECODERS, ENCODERS, WRAPPERS, build_model, model_class, parse_model_spec
 from quire.worker.spec.model import LayerSpec, ModelSpec
 from tests.helpers.models.checkpoints import CHECKPOINTS, MOE_CHECKPOINTS
@@ -55,6 +56,7 @@ _SERVED = {
     "KimiLinearForCausalLM": {"num_hidden_layers": 5},
     "Mamba2ForCausalLM": {"head_dim": 64},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*E"},
+    "Qwen4ExpForCausalLM": dict.fromkeys(INDEX_KEYS, 1) | {"indexer_head_dim": 256},
 }
 _TAIL = """
 Tests compare tokens and log-probabilities with transformers', or with the published formula; encoders with

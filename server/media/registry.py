@@ -52,6 +52,7 @@ PROCESSORS: dict[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3_5ForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3_5MoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
+    "Qwen4ExpForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3VLForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3Processor",
@@ -67,6 +68,7 @@ VIDEO_PROCESSORS: dict[str, str] = {
     "Qwen3VLMoeForConditionalGeneration": "video.qwen_vl:Qwen3VLVideoProcessor",
     "Qwen3_5ForConditionalGeneration": "video.qwen_vl:Qwen3VLVideoProcessor",
     "Qwen3_5MoeForConditionalGeneration": "video.qwen_vl:Qwen3VLVideoProcessor",
+    "Qwen4ExpForConditionalGeneration": "video.qwen_vl:Qwen3VLVideoProcessor",
 }
 # architecture of a vision model of which quire serves only the text -> the reason, for the client
 TEXT_ONLY: dict[str, str] = {}

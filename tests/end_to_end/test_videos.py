@@ -36,7 +36,7 @@ from tests.helpers.models.video_prompts import (
 
 pytestmark = pytest.mark.slow
 
-NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl"]
+NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen4_exp", "internvl"]
 # pixels of a frame (Qwen2-VL, Qwen2.5-VL: squares of 8 x 8 are tokens), or of all frames
 LIMITS = {"qwen3": {"size": {"shortest_edge": 64, "longest_edge": 64 * 90}}, "qwen2": {"max_pixels": 64 * 20}}
 

@@ -105,6 +105,7 @@ DECODERS = {
     "Qwen3NextForCausalLM": "qwen3_next:Qwen3Next",
     "Qwen3_5ForCausalLM": "qwen3_next:Qwen35",
     "Qwen3_5MoeForCausalLM": "qwen3_next:Qwen35Moe",
+    "Qwen4ExpForCausalLM": "qwen4_exp:Qwen4Exp",
     "SeedOssForCausalLM": "seed_oss:SeedOss",
     "SolarOpenForCausalLM": "solar_open:SolarOpen",
     "SmolLM3ForCausalLM": "smollm3:SmolLM3",
@@ -157,6 +158,7 @@ WRAPPED = {
     "Qwen3VLMoeForCausalLM": "qwen_vl:Qwen3VLMoe",
     "Qwen3_5VLForCausalLM": "qwen_vl:Qwen35VL",
     "Qwen3_5MoeVLForCausalLM": "qwen_vl:Qwen35MoeVL",
+    "Qwen4ExpVLForCausalLM": "qwen4_exp:Qwen4ExpVL",
     "WhisperForCausalLM": "whisper:Whisper",
 }
 # names of decoders without an output head that do not follow from the others

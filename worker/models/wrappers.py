@@ -82,6 +82,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Qwen3VLMoeForConditionalGeneration": Wrapper("qwen3_vl:Qwen3VLTower", "Qwen3VLMoeForCausalLM"),
     "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_vl:Qwen35Tower", "Qwen3_5VLForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": Wrapper("qwen3_vl:Qwen35Tower", "Qwen3_5MoeVLForCausalLM"),
+    "Qwen4ExpForConditionalGeneration": Wrapper("qwen3_vl:Qwen35Tower", "Qwen4ExpVLForCausalLM"),
     "Qwen3ASRForConditionalGeneration": Wrapper("qwen3_asr:Qwen3ASREncoder", "Qwen3ForCausalLM", "audio"),
     "SmolVLMForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
     "Step3p7ForConditionalGeneration": Wrapper("", "Step3p5ForCausalLM"),

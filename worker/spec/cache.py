@@ -166,12 +166,14 @@ class IndexSizes:
     pool: int = 1  # consecutive tokens that are chosen together, by a mean of their keys
     block: int = 0  # tokens of a block that is chosen as a whole for a KV head; 0: keys are chosen for all heads
     local: int = 0  # number of last blocks that are always chosen
+    means: bool = False  # whole blocks are chosen by the mean of their keys, for all heads, and always the last tokens
+    angles: int = 0  # entries of cos and sin that follow a key, if its position does not tell its angles
     source: int | None = None  # an earlier layer, whose choice this one uses; None: it chooses by itself
 
     @property
     def width(self) -> int:
         """Return the entries of the cache per token: a key and, if keys are pooled, its weights in the mean."""
-        return self.dim * (1 if self.pool == 1 else 2)
+        return self.dim * (1 if self.pool == 1 else 2) + self.angles
 
 
 @dataclass(frozen=True, slots=True)

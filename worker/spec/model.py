@@ -27,6 +27,7 @@ from quire.worker.spec.cache import (
     Window,
 )
 from quire.worker.spec.moe import MoESpec
+from quire.worker.spec.ngrams import NgramSpec
 from quire.worker.spec.rope import RopeSpec
 from quire.worker.spec.state import StateSpec
 from quire.worker.spec.vision import VisionSpec
@@ -79,6 +80,7 @@ class LayerSpec:
     gate_act: str = "sigmoid"  # its activation, a key of `attention.GATE_ACTIVATIONS`
     v_scale: float = 1.0  # factor of the values, for mixer "attention" only
     cross_length: int = 0  # for mixer "cross": positions of the encoder's output, to which all tokens attend
+    ngrams: NgramSpec | None = None  # embeddings of n-grams that are added before the layer (Qwen4-Exp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,12 +79,14 @@ class DeltaSpec:
     decay_dim: int = 1  # decays per value head: one, or one per channel of keys (Kimi Delta Attention)
     lower_bound: float | None = None  # of the logarithm of the decay, which is then a sigmoid
     low_rank: int = 0  # for the projections to the decays and to the gate, 0: they are one matrix each
-    gate: str = "silu"  # activation of the gate, or "sigmoid"
     norm_eps: float | None = None  # for the result's norm, None: the model's
+    # for all of them
+    gate: str = "silu"  # activation of the gate, or "sigmoid"
+    others: Shapes = ()  # states of other parts of the layer, which follow; whole on every rank
 
     def shapes(self, tp: int) -> Shapes:
         channels = 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
-        return (self.width - 1, channels // tp), (self.num_v_heads // tp, self.k_dim, self.v_dim)
+        return (self.width - 1, channels // tp), (self.num_v_heads // tp, self.k_dim, self.v_dim), *self.others
 
     def check(self, tp: int) -> None:
         """Raise ValueError, naming the size, unless it can be split over `tp` ranks."""

@@ -24,7 +24,7 @@ from quire.worker.transformer.attention import self_attention
 from quire.worker.transformer.bidirectional import BidirectionalAttention
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.cross import CrossAttention
-from quire.worker.transformer.mixers.block_attention import BlockAttention
+from quire.worker.transformer.mixers.block_attention import block_attention
 from quire.worker.transformer.mixers.compressed import CompressedAttention
 from quire.worker.transformer.mixers.convolved import ConvolvedAttention
 from quire.worker.transformer.mixers.delta import GatedDeltaNet
@@ -44,7 +44,7 @@ MakePart = Callable[[ModelSpec, int, str, WeightFormat], nn.Module]
 MIXERS: dict[str, MakePart] = {  # by `LayerSpec.mixer`
     "attention": self_attention,
     "mla": MLAttention,
-    "block_attention": BlockAttention,
+    "block_attention": block_attention,
     "compressed": CompressedAttention,
     "convolved": ConvolvedAttention,
     "bidirectional": BidirectionalAttention,

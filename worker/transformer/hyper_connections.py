@@ -110,4 +110,4 @@ class HyperDecoder(Decoder):
 
 
 def num_streams(spec: ModelSpec) -> int:
-    return spec.raw.get("hc_mult", 4)
+    return spec.raw.get("hc_mult", spec.raw.get("hc_count", 4))

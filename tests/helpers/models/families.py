@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.models.published import PUBLISHED
+from tests.helpers.models.redraw import redraw
 
 VOCAB = 128
 _B = {
@@ -391,6 +392,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         _H | _DELTA | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24},
     ),
+    "qwen4_exp": (
+        "qwen4_exp_text",
+        {key: value for key, value in _H.items() if key != "intermediate_size"}
+        | _DELTA
+        | _EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 24, "hc_count": 3, "hc_lowrank": 8}
+        | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "output_gate_type": "sigmoid"}
+        | {"ple_layer_ids": [1, 3], "ple_embed_dim": 16, "heads_per_ngram": 4, "ngram_vocab_size_base": 50}
+        | {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3, "indexer_n_heads": 24}
+        | {"indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 20, "indexer_compress_ratio": 4}
+        | {"rope_parameters": _HALF},
+    ),
     "seed_oss": ("seed_oss", _H),
     "solar_open": ("solar_open", _H | _EXPERTS | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}),
     "smollm3": ("smollm3", _B),
@@ -574,27 +587,3 @@ def causal_lm_class(model_type: str) -> Any:
 def text_types() -> set[str]:
     """Return the `model_type` of each family's language model."""
     return {settings.get("text_config", {}).get("model_type", kind) for kind, settings in (FAMILIES | SEEING).values()}
-
-
-def redraw(model: Any, seed: int = 0) -> None:
-    """Draw weights large enough for every part to matter, and norms, biases and sinks away from their defaults."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith(("A_log", "dt_bias")):
-            continue
-        if parameter.dim() == 1 or (parameter.dim() == 2 and "norm" in name):
-            parameter.data.add_(0.3 * noise)
-        elif "embed" in name or "wte" in name or "lm_head" in name:
-            parameter.data.copy_(noise * 0.7)
-        else:
-            parameter.data.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
-    for name, buffer in model.named_buffers():
-        if name.endswith(("layer_scalar", "e_score_correction_bias", "expert_bias", "rotary_emb.alpha")):
-            buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
-        if name.endswith("balancing_biases"):  # transformers sets the last one, for no expert, to -1 when it loads
-            buffer[:-1] = 0.3 * torch.randn(len(buffer) - 1, generator=generator) - 1
-        if name.endswith("tid2eid"):
-            buffer.copy_(torch.rand(len(buffer), 8, generator=generator).argsort(1)[:, : buffer.shape[1]])

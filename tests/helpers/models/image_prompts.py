@@ -23,7 +23,7 @@ from tests.helpers.models.llava_models import IMAGE_TOKEN_ID
 
 _SMALL = {"min_pixels": 64, "max_pixels": 64 * 24}  # of Qwen: up to 24 tokens of 8 x 8 pixels
 # preprocessor_config.json
-_QWEN = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "paddleocr_vl"
+_QWEN = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "paddleocr_vl"
 PREPROCESSORS = dict.fromkeys(_QWEN, _SMALL) | {
     "paddleocr_vl": _SMALL | {"patch_size": 4},
     "gemma4": {"max_soft_tokens": 70},

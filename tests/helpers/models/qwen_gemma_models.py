@@ -43,6 +43,22 @@ _QWEN35_TEXT = _TEXT | {
     "linear_num_value_heads": 4,
     "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
 }
+_QWEN4_TEXT = {key: value for key, value in _QWEN35_TEXT.items() if key != "intermediate_size"} | {
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "shared_expert_intermediate_size": 24,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1, 3],
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 3,
+    "indexer_n_heads": 24,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 20,
+    "indexer_compress_ratio": 4,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _SIGLIP = {
     "hidden_size": 32,
@@ -104,6 +120,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _QWEN
         | {"text_config": _QWEN35_TEXT | _EXPERTS | {"shared_expert_intermediate_size": 24}}
         | {"vision_config": _PLAIN_QWEN3},
+    ),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        _QWEN | {"text_config": _QWEN4_TEXT | _EXPERTS} | {"vision_config": _PLAIN_QWEN3},
     ),
     "paddleocr_vl": (
         "PaddleOCRVL",

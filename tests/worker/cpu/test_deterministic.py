@@ -135,6 +135,7 @@ FAMILIES_WITH_IT: dict[str, dict[str, int]] = {
     "mistral_large4": _ROPE,
     "muse_glimmer": {},
     "olmo_hybrid": {"hidden_size": 64},
+    "qwen4_exp": {"indexer_budget": 400},
     "step3p5": {},
     "youtu": _ROPE,
 }
@@ -182,6 +183,7 @@ def test_an_index_leaves_it_off_unless_asked(native_kernels, tmp_path):
         ("zaya", "convolution of whole heads"),
         ("inkling", "bias of scores"),
         ("minimax_m3", "chosen blocks: set --max-model-len to at most 20"),
+        ("qwen4_exp", "chosen blocks: set --max-model-len to at most 20"),
     ],
 )
 def test_families_without_it_are_refused(native_kernels, name, words, tmp_path):

@@ -113,14 +113,14 @@ def default_config(architecture: str, **settings):
 
 # The default sizes of GLM-4.5 do not divide. LFM2-MoE and Nemotron-H have no default for the kinds of layers. Layers of
 # Granite 4 are recurrent by default; those of Mamba have no positions. MiniMax M3 has a size of its own for dense
-# layers. transformers does not have DeepSeek with plain attention, whose published code test_deepseek_ocr.py
-# reads, nor Ling 2.5, PLaMo 2 and 3 (tests/helpers/twins.py), nor MiMo.
+# layers. The index of Qwen4-Exp has no default sizes. transformers does not have DeepSeek with plain attention, whose
+# published code test_deepseek_ocr.py reads, nor Ling 2.5, PLaMo 2 and 3 (tests/helpers/twins.py), nor MiMo.
 WITHOUT_DEFAULTS = {
     f"{name}ForCausalLM"
     for name in (
         *("Glm4Moe", "GraniteMoeHybrid", "Deepseek", "Lfm2Moe", "NemotronH"),
         *("Mamba", "Mamba2", "FalconMamba"),
-        *("BailingMoeV2_5", "MiMo", "MiniMaxM3VL", "Plamo2", "Plamo3"),
+        *("BailingMoeV2_5", "MiMo", "MiniMaxM3VL", "Plamo2", "Plamo3", "Qwen4Exp"),
     )
 }
 WITH_DEFAULTS = sorted(DECODERS.keys() - WITHOUT_DEFAULTS)

@@ -1,8 +1,9 @@
-"""Attention to blocks of keys that an index chooses for each KV head (MiniMax M3).
+"""Attention to blocks of keys that an index chooses for each KV head (MiniMax M3), or for all of them (Qwen4-Exp).
 
-The index has one key per token and one query per KV head. The score of a block is the largest product with its keys.
-The blocks with the highest scores are attended to, and always the last `local` ones. A token that has no more blocks
-than are chosen attends to all its keys, as without an index.
+The index has one key per token. In the first case it has one query per KV head, and the score of a block is the largest
+product with its keys. The blocks with the highest scores are attended to, and always the last `local` ones. In the
+second the score is that of `choose`, of a mean of the keys; whole blocks are chosen, and the tokens after the last of
+them are attended to. A token that has no more blocks than are chosen attends to all its keys, as without an index.
 
 Sizes: H heads of G KV heads of this rank, D entries of keys, V of values; I entries of the index's keys.
 """
@@ -14,7 +15,7 @@ import torch
 from quire.worker.attention.base import AttentionMetadata
 from quire.worker.attention.scaled import KVCache, as_bytes, widened
 from quire.worker.layers.attention import Attention
-from quire.worker.layers.sparse.chosen import GATHERED_BYTES, Piece
+from quire.worker.layers.sparse.chosen import GATHERED_BYTES, Piece, choose
 from quire.worker.spec.cache import IndexSizes
 
 
@@ -35,6 +36,17 @@ def choose_blocks(piece: Piece, q: torch.Tensor, keys: torch.Tensor, sizes: Inde
     near = torch.arange(blocks, device=keys.device)
     scores.masked_fill_((near <= last) & (near > last - sizes.local), torch.inf)
     return scores.topk(sizes.top // size, -1).indices
+
+
+def choose_whole_blocks(
+    piece: Piece, q: torch.Tensor, means: torch.Tensor, sizes: IndexSizes, heads: int
+) -> torch.Tensor:
+    """Return the numbers of the chosen blocks and that of the block after the last whole one, int64 `[B, Q, G, top +
+    1]`, for q `[B, Q, index heads, I]` and means `[B, blocks, I]`, both float32, and G KV heads.
+    """
+    best = choose(piece, q, q.new_ones(q.shape[:-1]), means, sizes.top // sizes.block, sizes.block)
+    rest = (piece.positions[..., None] + 1) // sizes.block
+    return torch.cat([best, rest], -1)[:, :, None].expand(-1, -1, heads, -1)
 
 
 def attend_to_blocks(

@@ -15,24 +15,24 @@ from quire.worker.layers.state import StateStep, by_stages
 
 
 def conv_one(
-    weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor, x: torch.Tensor
+    weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor, x: torch.Tensor, apart: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute y[c] = bias[c] + sum_k weight[k, c] * input[k, c] over the last K inputs, the newest of which is x `[R,
-    C]`; with states `[R, K - 1, C]`.
+    """Compute y[c] = bias[c] + sum_k weight[k, c] * input[k, c] over the last K inputs that are `apart` tokens apart,
+    the newest of which is x `[R, C]`; with states `[R, (K - 1) * apart, C]`.
     """
     window = torch.cat([states, x[:, None]], 1)
-    y = (window * weight).sum(1)
+    y = (window[:, ::apart] * weight).sum(1)
     return (y if bias is None else y + bias), window[:, 1:]
 
 
 def conv_many(
-    weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor, x: torch.Tensor
+    weight: torch.Tensor, bias: torch.Tensor | None, state: torch.Tensor, x: torch.Tensor, apart: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `conv_one` for the n tokens x `[n, C]` of one request, one after another."""
     n, inputs = len(x), torch.cat([state, x])
     y = inputs[:n] * weight[0]
     for k in range(1, len(weight)):
-        y.addcmul_(inputs[k : k + n], weight[k])
+        y.addcmul_(inputs[k * apart : k * apart + n], weight[k])
     return (y if bias is None else y.add_(bias)), inputs[n:]
 
 
@@ -51,3 +51,10 @@ def causal_conv(
     """
     y = step.advance(pages, partial(conv_one, weight, bias), partial(conv_many, weight, bias), x.float())
     return F.silu(y) if silu else y
+
+
+@by_stages(0)
+def wide_conv(x: torch.Tensor, weight: torch.Tensor, pages: torch.Tensor, step: StateStep, apart: int) -> torch.Tensor:
+    """Convolve as `causal_conv` does inputs that are `apart` tokens apart; pages are `[P, (K - 1) * apart, C]`."""
+    one, many = partial(conv_one, weight, None, apart=apart), partial(conv_many, weight, None, apart=apart)
+    return step.advance(pages, one, many, x.float())

@@ -16,6 +16,7 @@ from quire.worker.layers.linear import (
     Shard,
     WeightFormat,
 )
+from quire.worker.layers.rowwise import sigmoid
 from quire.worker.layers.states.delta_rule import DeltaHeads
 from quire.worker.layers.views import RowOrder
 from quire.worker.parallel import tp
@@ -80,14 +81,17 @@ class GatedDeltaNet(StateMixer):
 
     def mix(self, projected: Sequence[torch.Tensor], call: LayerCall) -> torch.Tensor:
         (inputs, gates), step, kind = projected, self.state.step(call.attn), self.spec
-        conv, states = self.state.pages
+        conv, states, *_ = self.state.pages
         keys, values = self.num_k_heads * kind.k_dim, self.num_v_heads * kind.v_dim
         qkv, z = inputs.split([2 * keys + values, values], -1)
         mixed = self.conv1d(qkv, conv, step)
         q, k, g, beta = self.ops.delta_inputs(mixed, gates.float(), self.A_log, self.dt_bias, self.heads)
         v = mixed[:, 2 * keys :].unflatten(-1, (self.num_v_heads, kind.v_dim))
         o = self.ops.gated_delta_rule(q, k, v, g, beta, states, step)
-        return self.ops.gated_norm(call.needed(o), call.needed(z), self.norm, self.eps)
+        o, z = call.needed(o), call.needed(z)
+        if kind.gate == "silu":
+            return self.ops.gated_norm(o, z, self.norm, self.eps)
+        return (self.ops.state_norm(o, self.norm, self.eps) * sigmoid(z.float()).view_as(o)).flatten(1).to(z.dtype)
 
 
 def _in_name(kind: DeltaSpec) -> str:

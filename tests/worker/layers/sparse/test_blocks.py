@@ -8,8 +8,8 @@ import torch
 from quire.worker.attention.scaled import ScaledCache
 from quire.worker.layers.attention import Attention
 from quire.worker.layers.sparse import chosen
-from quire.worker.layers.sparse.blocks import attend_to_blocks, choose_blocks
-from quire.worker.layers.sparse.chosen import ChoosingStep, IndexKeys, choosing_step
+from quire.worker.layers.sparse.blocks import attend_to_blocks, choose_blocks, choose_whole_blocks
+from quire.worker.layers.sparse.chosen import ChoosingStep, IndexKeys, Piece, choosing_step
 from quire.worker.models.registry import parse_model_spec
 from quire.worker.spec.cache import IndexSizes
 from quire.worker.spec.index import without_indexes
@@ -22,9 +22,11 @@ SIZES = IndexSizes(top=12, heads=KV_HEADS, dim=DIM, block=3, local=1)
 class Case:
     """One request: its index, its queries, keys and values, and the result of dense attention with a mask."""
 
+    index_heads = KV_HEADS
+
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(0)
-        self.index_q = torch.randn(NUMBER, KV_HEADS, DIM, generator=random)
+        self.index_q = torch.randn(NUMBER, self.index_heads, DIM, generator=random)
         self.index_k = torch.randn(NUMBER, DIM, generator=random)
         self.q = torch.randn(NUMBER, HEADS, DIM, generator=random)
         self.k, self.v = torch.randn(2, NUMBER, KV_HEADS, DIM, generator=random)
@@ -44,6 +46,9 @@ class Case:
         kept = torch.zeros_like(best).scatter_(-1, best.topk(SIZES.top // SIZES.block, -1).indices, 1.0).bool()
         return kept[..., blocks] & causal
 
+    def choose(self, piece: Piece, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return choose_blocks(piece, q, keys, SIZES)
+
     def expected(self) -> torch.Tensor:
         q = self.q.unflatten(1, (KV_HEADS, -1))
         scores = torch.einsum("qghd,kgd->qghk", q, self.k) * self.layer.scale
@@ -62,29 +67,53 @@ class Case:
             out[others[0]] = self.layer.attend(q[others[0]], others[1])
         for piece in step.pieces:
             keys = self.index.rows(meta, piece.requests, piece.longest)
-            piece.keys = choose_blocks(piece, self.index_q[rows][piece.tokens], keys, SIZES)
+            piece.keys = self.choose(piece, self.index_q[rows][piece.tokens], keys)
             tokens = piece.tokens.flatten()
             some = torch.arange(len(tokens))
             out[tokens] = attend_to_blocks(self.layer, q[tokens], some, piece, meta, SIZES.block).flatten(1)
         return out
 
 
+class MeanCase(Case):
+    """Whole blocks are chosen by the means of their keys, for all heads, and the tokens after them."""
+
+    index_heads = 24
+
+    def visible(self) -> torch.Tensor:
+        kept = torch.zeros(NUMBER, NUMBER).bool()
+        for position in range(NUMBER):
+            whole = (position + 1) // SIZES.block
+            means = self.index_k[: whole * SIZES.block].unflatten(0, (whole, SIZES.block)).mean(1)
+            scores = (self.index_q[position] @ means.T).relu().sum(0)
+            for block in scores.topk(min(whole, SIZES.top // SIZES.block)).indices.tolist():
+                kept[position, block * SIZES.block : (block + 1) * SIZES.block] = True
+            kept[position, whole * SIZES.block : position + 1] = True
+        return kept[:, None].expand(-1, KV_HEADS, -1)
+
+    def choose(self, piece: Piece, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        whole = keys.shape[1] // SIZES.block
+        means = keys[:, : whole * SIZES.block].unflatten(1, (whole, -1)).mean(2)
+        return choose_whole_blocks(piece, q, means, SIZES, KV_HEADS)
+
+
 @pytest.mark.parametrize("steps", [[50], [1] * 50, [10, 1, 1, 30, 8], [12, 1, 37]])
 @pytest.mark.parametrize("bound", [1 << 24, 200])
-def test_results_do_not_depend_on_the_steps(steps, bound, monkeypatch):
+@pytest.mark.parametrize("make", [Case, MeanCase])
+def test_results_do_not_depend_on_the_steps(make, steps, bound, monkeypatch):
     monkeypatch.setattr(chosen, "_SCORES", bound)
-    case, done, got = Case(), 0, []
+    case, done, got = make(), 0, []
     for count in steps:
         got.append(case.step(done, count))
         done += count
     torch.testing.assert_close(torch.cat(got), case.expected(), atol=1e-5, rtol=1e-5)
 
 
-def test_skipped_keys_do_not_matter_and_chosen_ones_do():
-    case = Case()
+@pytest.mark.parametrize("make", [Case, MeanCase])
+def test_skipped_keys_do_not_matter_and_chosen_ones_do(make):
+    case = make()
     exact, visible = case.step(0, NUMBER)[-1], case.visible()[-1]
     for position in range(NUMBER):
-        changed = Case()
+        changed = make()
         changed.v[position] += 1
         heads = changed.step(0, NUMBER)[-1].view(KV_HEADS, -1) != exact.view(KV_HEADS, -1)
         assert heads.any(1).tolist() == visible[:, position].tolist()
@@ -130,3 +159,39 @@ def test_layers_that_choose():
 def test_settings_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
         parse_model_spec(M3 | KINDS | changes)
+
+
+QWEN4 = {"architectures": ["Qwen4ExpForCausalLM"], "num_hidden_layers": 4, "eos_token_id": [2, 1]}
+QWEN4 |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "ple_layer_ids": [2]}
+QSA = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048}
+QSA |= {"indexer_compress_ratio": 16}
+
+
+def test_layers_of_qwen4():
+    spec = parse_model_spec(QWEN4 | QSA | {"output_gate_type": "sigmoid"})
+    assert [layer.mixer for layer in spec.layers] == ["delta"] * 3 + ["block_attention"]
+    index, ngrams = spec.layers[3].index, spec.layers[1].ngrams
+    assert (index.top, index.block, index.width, index.means) == (2048, 16, 256, True)
+    assert [layer.ngrams is None for layer in spec.layers] == [True, False, True, True]
+    assert (len(ngrams.rows), ngrams.rows[0], ngrams.total % 128, ngrams.eos) == (16, 20000003, 0, 2)
+    assert spec.layers[1].state.shapes(2)[2:] == ((9, 4 * 2048), (2,)) and spec.layers[0].state.gate == "sigmoid"
+    (unchosen,) = {layer.mixer for layer in without_indexes(spec, 2048).layers} - {"delta"}
+    assert unchosen == "attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indexer_budget": None}, "indexer_budget must be a positive integer, not None"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads must be 1, not 2"),
+        ({"indexer_budget": 40}, "indexer_budget 40 is not a multiple of indexer_compress_ratio 16"),
+        ({"indexer_head_dim": 64}, "indexer_head_dim 64 must be at least 256"),
+        ({"output_gate_type": "gelu"}, "output_gate_type must be sigmoid or silu, not 'gelu'"),
+        ({"ple_layer_ids": [4]}, "layer 4 has attention"),
+        ({"ple_embed_dim": 40}, "ple_embed_dim 40 is not a multiple of 16"),
+        ({"eos_token_id": None}, "eos_token_id must be given with ple_layer_ids"),
+    ],
+)
+def test_settings_of_qwen4_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_model_spec(QWEN4 | QSA | changes)
