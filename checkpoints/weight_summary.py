@@ -24,7 +24,7 @@ def weight_summary(folder: str, config: dict[str, Any], num_weights: int) -> str
     """
     settings = config.get("quantization_config") or config.get("compression_config") or {}
     if settings.get("quant_method") == "gguf":
-        file = read_gguf(settings["file"])
+        file = read_gguf(settings["file"], arrays=False)
         sizes = Counter()
         for tensor in file.tensors.values():
             sizes[tensor.type] += tensor.size

@@ -81,20 +81,21 @@ def stored_path(path: Path) -> str:
     return str(path.absolute() if _SHARD.search(path.name) else path.resolve())
 
 
-def read_gguf(path: str | Path) -> GgufFile:
-    """Read the header of `path` and, if it is a shard (`-00001-of-00003.gguf`), of all others.
+def read_gguf(path: str | Path, *, arrays: bool = True) -> GgufFile:
+    """Read the header of `path` and, if it is a shard (`-00001-of-00003.gguf`), of all others. Without `arrays` the
+    metadata has none, such as the vocabulary, which takes most of the time.
 
     Raises:
         ValueError: a file is missing, damaged, or has tensors of an unsupported type.
     """
     path = Path(path)
     if not (match := _SHARD.search(path.name)):
-        return _read(path)
+        return _read(path, arrays)
     count = int(match[2])
     names = [_SHARD.sub(f"-{i:05}-of-{count:05}.gguf", path.name) for i in range(1, count + 1)]
     if missing := [name for name in names if not path.with_name(name).is_file()]:
         raise ValueError(f"{path} is one of {count} shards; missing in its folder: {', '.join(missing)}")
-    shards = [_read(path.with_name(name)) for name in names]
+    shards = [_read(path.with_name(name), arrays) for name in names]
     tensors: dict[str, GgufTensor] = {}
     for shard in shards:
         if twice := sorted(tensors.keys() & shard.tensors.keys()):
@@ -103,12 +104,12 @@ def read_gguf(path: str | Path) -> GgufFile:
     return GgufFile(shards[0].path, shards[0].metadata, tensors)
 
 
-def _read(path: Path) -> GgufFile:
+def _read(path: Path, arrays: bool) -> GgufFile:
     try:
         if path.stat().st_size == 0:
             raise ValueError(f"{path} is empty: download it again")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(path, data).read()
+            return _Header(path, data, arrays).read()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
@@ -130,8 +131,8 @@ def header_length(data: bytes) -> int | None:
 
 
 class _Header:
-    def __init__(self, path: Path, data: mmap.mmap | bytes):
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, path: Path, data: mmap.mmap | bytes, arrays: bool = True):
+        self.path, self.data, self.at, self.arrays = path, data, 0, arrays
 
     def read(self) -> GgufFile:
         metadata, infos = self.entries()
@@ -159,6 +160,8 @@ class _Header:
             if key in metadata:
                 raise ValueError(f"{self.path} has the key {key} twice")
             metadata[key] = self._value(self._number("I"))
+            if metadata[key] is None:
+                del metadata[key]
         return metadata, [self._tensor() for _ in range(num_tensors)]
 
     def _number(self, kind: str) -> Any:
@@ -189,7 +192,20 @@ class _Header:
         self.at = at
         return texts
 
+    def _skip_texts(self, count: int) -> None:
+        at, length_at = self.at, struct.Struct("<Q").unpack_from
+        with memoryview(self.data) as data:
+            for _ in range(count):
+                at += 8 + length_at(data, at)[0]
+        self._skip_to(at)
+
+    def _skip_to(self, at: int) -> None:
+        if at > len(self.data):
+            raise struct.error("an array ends after the file")
+        self.at = at
+
     def _value(self, kind: int) -> Any:
+        """Return a value, None for an array that is skipped."""
         if kind == _STRING:
             return self._text()
         if kind in _SCALARS:
@@ -200,10 +216,10 @@ class _Header:
         if kind not in _SCALARS:
             if kind != _STRING:
                 raise struct.error("an array of arrays")
-            return self._texts(count)
-        values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.data, self.at)
-        self.at += struct.calcsize(f"<{count}{_SCALARS[kind]}")
-        return list(values)
+            return self._texts(count) if self.arrays else self._skip_texts(count)
+        begin, format = self.at, f"<{count}{_SCALARS[kind]}"
+        self._skip_to(begin + struct.calcsize(format))
+        return list(struct.unpack_from(format, self.data, begin)) if self.arrays else None
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._text(), self._number("I")

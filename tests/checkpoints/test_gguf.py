@@ -119,6 +119,9 @@ def test_shards_are_read_together(tmp_path):
     assert {name: (tensor.shape, tensor.start, tensor.size) for name, tensor in file.tensors.items()} == {
         t.name: (tuple(int(n) for n in t.shape[::-1]), t.data_offset, t.n_bytes) for t in reader.tensors
     }
+    bare = read_gguf(tmp_path / "model.gguf", arrays=False)
+    assert bare.tensors == file.tensors
+    assert bare.metadata == {key: value for key, value in file.metadata.items() if not isinstance(value, list)}
     (tmp_path / "parts").mkdir()
     write_gguf(source, tmp_path / "parts" / "part.gguf", {"default": "Q8_0"}, "qwen3", tensors_per_shard=15)
     parts = sorted((tmp_path / "parts").iterdir())
@@ -139,8 +142,9 @@ def test_what_cannot_be_served_is_refused(tmp_path):
     whole = path.read_bytes()
     for length in (3, 30, 5000, len(whole) - 100):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"damaged|not a GGUF file"):
-            read_gguf(path)
+        for arrays in (True, False):
+            with pytest.raises(ValueError, match=r"damaged|not a GGUF file"):
+                read_gguf(path, arrays=arrays)
     path.write_bytes(
         whole.replace(b"\x05\x00\x00\x00\x00\x00\x00\x00qwen3", b"\x05\x00\x00\x00\x00\x00\x00\x00rwkv6", 1)
     )

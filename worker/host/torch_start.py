@@ -23,17 +23,27 @@ POSTPONED = frozenset(
         "torch._higher_order_ops",
         "torch._higher_order_ops.invoke_subgraph",
         "torch._meta_registrations",
+        "torch._native",
         "torch.ao",
         "torch.distributed._meta_registrations",
         "torch.distributions",
         "torch.export",
         "torch.func",
+        "torch.fx",
+        "torch.fx.operator_schemas",
+        "torch.fx.traceback",
+        "torch.hub",
         "torch.masked",
         "torch.nn.intrinsic",
         "torch.nn.qat",
         "torch.nn.quantizable",
         "torch.nn.quantized",
         "torch.quantization",
+        "torch.utils.data",
+        "torchgen",
+        "torchgen.model",
+        "unittest",
+        "unittest.mock",
     }
 )
 # Names that `import torch` takes from them: module -> names -> the module that takes them.
@@ -41,9 +51,14 @@ TAKEN = {
     "torch._higher_order_ops": {"cond": "torch", "while_loop": "torch"},
     "torch._higher_order_ops.invoke_subgraph": {"NestedCompileRegionOptions": "torch.compiler"},
     "torch.func": {"vmap": "torch"},
+    "torch.fx.operator_schemas": {"_SCHEMA_TO_SIGNATURE_CACHE": "torch.library"},
 }
 _NEED_ALL = "transformers.modeling_utils"
-_NEED_NONE = "torch.utils._device"  # of `with torch.device(...)`
+# of `with torch.device(...)`, of any call of an operator, and of nested tensors
+_NEED_NONE = frozenset({
+    "torch.utils._device", "torch.fx.experimental", "torch.fx.experimental.sym_node",
+    "torch.fx.experimental._constant_symnode",
+})  # fmt: skip
 _NOT_ATTRIBUTES = frozenset({"__path__", "__wrapped__"})  # the import system and `inspect` look for them
 
 
@@ -96,10 +111,12 @@ class _Postponer(MetaPathFinder, Loader):
 
     def _find_after_completion(self, name: str) -> ModuleSpec | None:
         """Import the postponed modules if the module `name` needs them. Return its spec if they imported it."""
+        if name in _NEED_NONE:
+            return None
         package = sys.modules.get(name.rpartition(".")[0])
         if type(package) is _Placeholder:
             self.complete(package)
-        elif name == _NEED_ALL or (name.startswith("torch.") and name != _NEED_NONE and not _is_importing_torch()):
+        elif name == _NEED_ALL or (name.startswith("torch.") and not _is_importing_torch()):
             self.complete()
             if name in sys.modules:  # the import that looks for it would execute it again
                 spec = sys.modules[name].__spec__
@@ -167,7 +184,9 @@ def _is_importing_torch() -> bool:
 
 
 def _stand_in(module: ModuleType, name: str) -> Any:
-    """Return a function that calls the real one, or a class for annotations."""
+    """Return a function that calls the real one, a class for annotations, or a cache."""
+    if name.isupper():
+        return {}
     if name[0].isupper():
         return type(name, (), {"__module__": module.__name__})
 

@@ -34,7 +34,7 @@ class GgufCheckpoint(Checkpoint):
         self.architecture = ARCHITECTURES[config["quantization_config"]["architecture"]]
 
     def __enter__(self) -> GgufCheckpoint:
-        file = read_gguf(self.config["quantization_config"]["file"])
+        file = read_gguf(self.config["quantization_config"]["file"], arrays=False)
         maps, names = map_files(file), self.architecture.tensor_names(file.tensors, self.config["num_hidden_layers"])
         for name, tensor in sorted(file.tensors.items(), key=lambda item: (item[1].path, item[1].start)):
             if name in IGNORED or name.startswith(DENSE):

@@ -16,7 +16,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 def read_tensor(path: str, name: str) -> torch.Tensor:
     """Return the values of one tensor of a file, in float32."""
-    file = read_gguf(path)
+    file = read_gguf(path, arrays=False)
     tensor = file.tensors[name]
     return TensorFile(map_files(file)[str(tensor.path)], tensor, None).dequantized()
 

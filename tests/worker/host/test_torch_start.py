@@ -16,7 +16,8 @@ from quire.engine.executor.base import import_executor
 import_executor("uniproc")
 import torch
 from torch import nn
-early = {name for name in ("torch._refs", "torch._decomp", "torch.ao.quantization", "sympy") if name in sys.modules}
+late = "torch._refs", "torch._decomp", "torch.ao.quantization", "torch.fx.node", "torch.utils.data.dataloader", "sympy"
+early = {name for name in late if name in sys.modules}
 print(repr(early), flush=True)
 for line in eval(sys.argv[1]):
     if os.fork() == 0:
@@ -44,6 +45,12 @@ _USES = {
     "torch.jit.script(nn.ReLU())(torch.ones(2)).tolist()": [1.0, 1.0],
     f"{_COMPLETE}{_EIGENVALUES}": [3],
     f"import transformers.modeling_utils; {_EIGENVALUES}": [3],
+    "from torch.utils.data import TensorDataset; len(TensorDataset(torch.ones(3)))": 3,
+    "from torch.fx import symbolic_trace; len(symbolic_trace(nn.ReLU()).graph.nodes)": 3,
+    "from torch.library import Library; Library('a_test', 'DEF').define('f(Tensor x) -> Tensor')": "f",
+    "import torchgen.model; str(torchgen.model.FunctionSchema.parse('f(Tensor x) -> Tensor').name)": "f",
+    "import unittest; unittest.TestCase().id()": "unittest.case.TestCase.runTest",
+    "callable(torch.hub.load)": True,
     "from torch.nn.quantized import Linear; Linear.__module__": "torch.ao.nn.quantized.modules.linear",
     f"{_COMPLETE}from torch._higher_order_ops import cond; [torch.cond is cond, torch.vmap is torch.func.vmap]": [
         True,
