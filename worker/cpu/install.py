@@ -44,7 +44,7 @@ class NativeOps(Ops):
 
     @property
     def adapter_copies(self) -> int:
-        return 3 if KERNELS.level == "amx" else 1  # B twice in the tiles of a small rank
+        return 3 if KERNELS.level == "amx" else 1  # ranks of tiles are multiples of 16
 
     silu_and_mul = staticmethod(ops.silu_and_mul)
     rms_norm = staticmethod(ops.rms_norm)

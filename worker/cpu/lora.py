@@ -21,6 +21,7 @@ from quire.worker.cpu.native import (
     LoraTilesArgs,
 )
 from quire.worker.cpu.ops import DTYPES
+from quire.worker.host import huge_pages
 from quire.worker.layers.linear import Linear, LinearMethod
 from quire.worker.layers.lora import Adapted, Group, LoraRows, LoraWeights, StepLora, add_lora
 
@@ -53,11 +54,23 @@ class PackedLora:
         """
         return self._args(half)
 
-    def args_in(self, linear: Linear) -> LoraMatricesArgs:
-        """Return the C struct for products that add the adapter to those of `linear`, a packed layer."""
+    @property
+    def tile_elements(self) -> int:
+        """Return the elements that tiles of AMX take; 0 if there is no AMX."""
+        of_b = sum(KERNELS.lib.quire_lora_tiles_elements(b.shape[1], len(b) * 32) for *_, b in self.parts)
+        return of_b and of_b + self._elements_of_a
+
+    @property
+    def _elements_of_a(self) -> int:
+        return -(-self.rank // 16) * -(-self.k // 32) * 512
+
+    def args_in(self, linear: Linear, room: TileRoom | None = None) -> LoraMatricesArgs:
+        """Return the C struct for products that add the adapter to those of `linear`, a packed layer. Its tiles, if
+        they are new, are in `room`.
+        """
         if self._in is None or self._in[0] is not linear.method:
             args = self._args(linear.out_features // 2 if linear.gated else None)
-            self._add_tiles(args, linear.method.args())
+            self._add_tiles(args, linear.method.args(), room)
             self._in = linear.method, args
         return self._in[1]
 
@@ -77,7 +90,7 @@ class PackedLora:
         self._owned.append(parts)
         return LoraMatricesArgs(self.a.data_ptr(), self.rank, self.k, addressof(parts), len(parts), None)
 
-    def _add_tiles(self, args: LoraMatricesArgs, linear: LinearArgs | None) -> None:
+    def _add_tiles(self, args: LoraMatricesArgs, linear: LinearArgs | None, room: TileRoom | None = None) -> None:
         """Give the struct the tiles of AMX, if there is AMX and the layer's columns suit them."""
         parts = (LoraPartArgs * args.num_parts).from_address(args.parts)
         elements = sum(KERNELS.lib.quire_lora_tiles_elements(part.rank, part.columns) for part in parts)
@@ -85,21 +98,34 @@ class PackedLora:
             return
         last = max(part.at + (part.columns - 1) // _VECTOR * part.step for part in parts) // _VECTOR
         columns = (LoraColumnsArgs * (last // 2 * 2 + 2))()
-        b, tiles = torch.empty(elements, dtype=torch.bfloat16), LoraTilesArgs(self._tiles_of_a().data_ptr())
+        room = room or TileRoom(self.tile_elements)
+        b, tiles = room.take(elements), LoraTilesArgs(self._tiles_of_a(room).data_ptr())
         pointers = byref(args), None if linear is None else byref(linear), byref(tiles), b.data_ptr()
         if KERNELS.lib.quire_lora_tiles_pack(*pointers, columns, len(columns)):
             self._owned += [columns, b, tiles]
             args.tiles = addressof(tiles)
 
-    def _tiles_of_a(self) -> torch.Tensor:
+    def _tiles_of_a(self, room: TileRoom) -> torch.Tensor:
         """Return A `[r, k]`, packed like a weight; the last 16 or fewer rows have one tile per k-step, not two."""
         if self._packed_a is None:
             packed = torch.empty(-(-self.rank // 32), -(-self.k // 32), 2, 512, dtype=torch.bfloat16)
             sizes = self.rank, self.k, 0
             KERNELS.lib.quire_gemm_pack(self.a.data_ptr(), self.a.stride(0), packed.data_ptr(), *sizes)
             whole = (self.rank + 15) // 32
-            self._packed_a = torch.cat([packed[:whole].flatten(), packed[whole:, :, 0].flatten()])
+            self._packed_a = room.take(self._elements_of_a)
+            torch.cat([packed[:whole].flatten(), packed[whole:, :, 0].flatten()], out=self._packed_a)
         return self._packed_a
+
+
+class TileRoom:
+    """Memory for the tiles of an adapter's layers, one after another: on small pages each 4 KiB would be a TLB miss."""
+
+    def __init__(self, elements: int):
+        self._left = huge_pages.zeros(elements, dtype=torch.bfloat16)
+
+    def take(self, elements: int) -> torch.Tensor:
+        taken, self._left = self._left[:elements], self._left[elements:]
+        return taken
 
 
 def _blocked(b: torch.Tensor) -> torch.Tensor:
@@ -191,12 +217,12 @@ class SegmentsLora:
         return known[1]
 
     def _build(self, adapted: Adapted) -> tuple[Array | None, list[PackedLora]]:
-        weights = {id(linear): of_layer for linear, of_layer in adapted}
-        if not weights.keys() <= {id(linear) for linear in self.linears if linear is not None}:
+        if not {id(linear) for linear, _ in adapted} <= {id(linear) for linear in self.linears if linear is not None}:
             return None, []
-        table, owners = (LoraMatricesArgs * len(self.linears))(), []
+        weights = {id(linear): PackedLora.from_weights(of_layer) for linear, of_layer in adapted}
+        table = (LoraMatricesArgs * len(self.linears))()
+        room = TileRoom(sum(packed.tile_elements for packed in weights.values()))
         for i, linear in enumerate(self.linears):
-            if (of_layer := weights.get(id(linear))) is not None:
-                owners.append(PackedLora.from_weights(of_layer))
-                table[i] = owners[-1].args_in(linear)
-        return table, owners
+            if (packed := weights.get(id(linear))) is not None:
+                table[i] = packed.args_in(linear, room)
+        return table, list(weights.values())

@@ -28,7 +28,7 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
     }
   };
   auto tiles = [&](int s) -> const bf16* { return COMPACT ? ring[s % (2 * kAhead)] : packed + s * kStepElems; };
-  if (g.lora) g.lora->fetch(g.lora_block + nb);
+  if (g.lora) LoraBlock::fetch(*g.lora, g.lora_block + nb);
   TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
   if (COMPACT) for (int s = 0; s < kAhead; s++) fetch(s);
   for (int s = 0; s < steps; s++) {
@@ -45,7 +45,11 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
     TILE_DP(2, 5, 6);
     TILE_DP(3, 5, 7);
   }
-  if (g.lora) g.lora->add(0, g.lora_block + nb);
+  if (g.lora) {
+    LoraBlock adds(g.lora);
+    adds.open(g.lora_block + nb);
+    adds.add(0);
+  }
   if (g.m > 16) { TILE_STORE(2, c[2], 64); TILE_STORE(3, c[3], 64); }
   TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64);
   for (int r = 0; r < g.m; r++)

@@ -153,6 +153,7 @@ struct ManyRows {
   WeightStream weights;
   Finisher finisher;
   WaitingSums waiting;  // used if there are several runs
+  LoraBlock adds;
   alignas(64) char spare[1024];
 
   // Computes blocks [nb0, nb1) for the pairs [pair0, pair1). `following` is the block that is used next; -1 if unknown.
@@ -176,7 +177,10 @@ struct ManyRows {
           float* sums = waiting.of(p - pair0, nb - nb0);
           begin(s0 == 0, one_block && p == first, sums);
           multiply(p, p == first, at, w);
-          if (s1 == steps && g.lora) g.lora->add(p, g.lora_block + nb);
+          if (s1 == steps && g.lora) {
+            if (p == first) adds.open(g.lora_block + nb);
+            adds.add(p);
+          }
           if (s1 == steps) finisher.take(p, nb);
           else if (!one_block || left > 1) store(sums);
         }
@@ -258,7 +262,8 @@ void run_many_rows(const Gemm& g, int threads) {
                   (bf16*)(memory + buffer + sums),
                   WeightStream(g, (bf16*)memory),
                   Finisher(work.g),
-                  WaitingSums((float*)(memory + buffer), group)};
+                  WaitingSums((float*)(memory + buffer), group),
+                  LoraBlock(g.lora)};
     for (long i; stretches.take(own, i);) {
       const int pair0 = int(i / pieces) * group, nb0 = int(i % pieces * per), nb1 = std::min(int(nb0 + per), blocks),
                 step = in_l1 ? 1 : nb1 - nb0;

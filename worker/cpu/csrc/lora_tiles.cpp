@@ -32,8 +32,8 @@ bool pack_columns_of_b(const LoraPart& part, long i, float scale, bf16* to) {
   const bf16* b = (const bf16*)part.b + i / 2 * part.rank * 32 + i % 2 * 16;  // of rank r: b + 32 r
   bool finite = true;
   for (long s = 0; s < steps.wide + steps.narrow; s++)
-    for (long k = 0; k < 32; k++) {
-      const long r = s * 32 + (s < steps.wide ? k : k % 16);
+    for (long k = 0; k < (s < steps.wide ? 32 : 16); k++) {
+      const long r = s * 32 + k;
       for (long c = 0; c < 16; c++) {
         const bool given = r < part.rank && i * 16 + c < part.columns;
         bf16& value = to[s * 512 + k / 2 * 32 + c * 2 + k % 2];
@@ -217,12 +217,14 @@ bool add_lora_tiles(const LoraStep& step, const bf16* x, long ldx, O* out, long 
   Stretches stretches(blocks * pairs, Pool::get().threads());
   Pool::get().run([&] {
     TileScope tiles;
+    LoraBlock adds(&sums);
     alignas(64) float c[4][16][16];
     const int own = stretches.own();
     for (long i; stretches.take(own, i);) {
       const long pair = i / blocks, block = i % blocks, row = pair * kPair;
       TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
-      sums.add(int(pair), block);
+      adds.open(block);
+      adds.add(int(pair));
       TILE_STORE(0, c[0], 64); TILE_STORE(1, c[1], 64); TILE_STORE(2, c[2], 64); TILE_STORE(3, c[3], 64);
       for (int t = 0; t < 4; t++) {
         const long r = row + t / 2 * 16, column = block * kCols + t % 2 * 16;
@@ -249,7 +251,7 @@ long quire_lora_tiles_elements(long rank, long columns) {
   return 0;
 #endif
   const LoraSteps steps(rank);
-  return (columns + 15) / 16 * (steps.wide + steps.narrow) * 512;
+  return (columns + 15) / 16 * steps.size();
 }
 
 // Packs the parts of `m`, bf16, to b, and fills `columns` [num_columns], which must be zero, and tiles->width. linear:
@@ -263,8 +265,7 @@ bool quire_lora_tiles_pack(const LoraMatrices* m, const Linear* linear, LoraTile
   for (const LoraPart *p = m->parts, *end = p + m->num_parts; p < end; p++) {
     if (p->at % 16) return false;
     const LoraSteps steps(p->rank);
-    const long each = (steps.wide + steps.narrow) * 512;
-    for (long i = 0; i < (p->columns + 15) / 16; i++, b += each) {
+    for (long i = 0; i < (p->columns + 15) / 16; i++, b += steps.size()) {
       const long place = (p->at + i * p->step) / 16;
       const float scale = scale_of(linear, place / 2);
       if (place >= num_columns || columns[place].b || scale == 0.f) return false;

@@ -5,14 +5,15 @@
 //
 // Inner values are float32. Each becomes the sum of two bf16 numbers, high and low, so that no more than 2^-16 of it is
 // lost. An inner row has, for each 32 ranks of a module, 32 high and 32 low numbers; for the last 16 or fewer it has 16
-// and 16, which make one k-step with a B that is repeated.
+// and 16, which make one k-step with half a tile of B, repeated.
 #pragma once
 
-#include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "amx.h"
 #include "lora.h"
+#include "parallel.h"
 
 struct Linear;
 
@@ -20,11 +21,13 @@ struct Linear;
 template <typename O>
 bool add_lora_tiles(const LoraStep& step, const bf16* x, long ldx, O* out, long ldo);
 
-// What adds to 16 columns of a packed product. b: tiles [wide + narrow][16][16][2]; null: nothing.
+// What adds to 16 columns of a packed product. b: tiles [wide][16][16][2], then halves of tiles [narrow][8][16][2];
+// null: nothing.
 struct LoraColumns {
   const bf16* b;
   long inner;         // its first column of the inner rows
   long wide, narrow;  // numbers of k-steps of 32 and of 16 ranks
+  long size() const { return b ? 512 * wide + 256 * narrow : 0; }
 };
 
 // A layer's matrices for products on AMX.
@@ -40,6 +43,7 @@ struct LoraSteps {
   long wide, narrow;
   explicit LoraSteps(long rank) : wide((rank + 15) / 32), narrow(rank % 32 > 0 && rank % 32 <= 16) {}
   long width() const { return 64 * wide + 32 * narrow; }  // columns of the inner rows
+  long size() const { return 512 * wide + 256 * narrow; }  // of 16 columns of B
 };
 
 // What the adapters of a step that have tiles add to the product of x [step.end - step.begin, k] with one layer.
@@ -49,61 +53,99 @@ class LoraSums {
   LoraSums(const LoraStep& step, const bf16* x, long ldx);
   explicit operator bool() const { return !spans_.empty(); }  // whether it adds anything
 
-  // Adds to tiles 0 .. 3: the sums of rows 32 * pair .. and the columns of a block. Overwrites tiles 4 .. 6.
-  void add(int pair, long block) const;
-  // Prefetches what `add` reads of B.
-  void fetch(long block) const;
-
- private:
   struct Pair {
-    bf16* inner = nullptr;               // [32, width]; null: no row has the adapter
-    bool upper = false, lower = false;   // whether one of the first 16 rows has it, and of the last 16
+    bf16* inner = nullptr;              // [32, width]; null: no row has the adapter
+    bool upper = false, lower = false;  // whether one of the first 16 rows has it, and of the last 16
   };
   struct Span {
     const LoraTiles* tiles;
     std::vector<Pair> pairs;
+    // What adds to columns 16 i ..
+    LoraColumns columns(long i) const { return i < tiles->num_columns ? tiles->columns[i] : LoraColumns{}; }
   };
+  const std::vector<Span>& spans() const { return spans_; }
+
+ private:
   std::vector<Span> spans_;
 };
 
 #if QUIRE_AMX
-template <int T>
-static inline void add_lora_tile(const LoraColumns& c, const bf16* inner, long width, bool upper, bool lower) {
-  const auto multiply = [&](const bf16* left) {
-    if (upper) {
-      TILE_LOAD(4, left, width * 2);
-      if (T == 0) TILE_DP(0, 4, 6);
-      else TILE_DP(1, 4, 6);
+
+namespace {
+
+thread_local Scratch repeated_scratch;
+
+// A thread's tiles of B for 32 columns, a block.
+class LoraBlock {
+ public:
+  explicit LoraBlock(const LoraSums* sums)
+      : sums_(sums), repeated_(sums ? (bf16*)repeated_scratch.get(sums->spans().size() * 4096) : nullptr) {}
+
+  // Prefetches what `add` reads of B.
+  static void fetch(const LoraSums& sums, long block) {
+    for (const auto& span : sums.spans())
+      for (int t = 0; t < 2; t++) {
+        const LoraColumns c = span.columns(2 * block + t);
+        for (long i = 0; i < c.size(); i += 32) prefetch_l2(c.b + i);
+      }
+  }
+
+  void open(long block) {
+    block_ = block;
+    bf16* to = repeated_;
+    for (const auto& span : sums_->spans())
+      for (int t = 0; t < 2; t++, to += 512) {
+        const LoraColumns c = span.columns(2 * block + t);
+        if (!c.b || !c.narrow) continue;
+        memcpy(to, c.b + 512 * c.wide, 512);
+        memcpy(to + 256, to, 512);
+      }
+  }
+
+  // Adds to tiles 0 .. 3: the sums of rows 32 * pair .. and the columns of the block. Overwrites tiles 4 .. 6.
+  void add(int pair) const {
+    const bf16* repeated = repeated_;
+    for (const auto& span : sums_->spans()) {
+      const LoraSums::Pair& p = span.pairs[pair];
+      if (p.inner) {
+        add_tile<0>(span.columns(2 * block_), repeated, p, span.tiles->width);
+        add_tile<1>(span.columns(2 * block_ + 1), repeated + 512, p, span.tiles->width);
+      }
+      repeated += 1024;
     }
-    if (lower) {
-      TILE_LOAD(5, left + 16 * width, width * 2);
-      if (T == 0) TILE_DP(2, 5, 6);
-      else TILE_DP(3, 5, 6);
+  }
+
+ private:
+  template <int T>
+  static void add_tile(const LoraColumns& c, const bf16* repeated, const LoraSums::Pair& p, long width) {
+    if (!c.b) return;
+    const auto multiply = [&](const bf16* left) {
+      if (p.upper) {
+        TILE_LOAD(4, left, width * 2);
+        if (T == 0) TILE_DP(0, 4, 6);
+        else TILE_DP(1, 4, 6);
+      }
+      if (p.lower) {
+        TILE_LOAD(5, left + 16 * width, width * 2);
+        if (T == 0) TILE_DP(2, 5, 6);
+        else TILE_DP(3, 5, 6);
+      }
+    };
+    const bf16* left = p.inner + c.inner;
+    for (long s = 0; s < c.wide; s++, left += 64) {
+      TILE_LOAD(6, c.b + 512 * s, 64);
+      multiply(left);
+      multiply(left + 32);
     }
-  };
-  const bf16 *b = c.b, *left = inner + c.inner;
-  for (long s = 0; s < c.wide + c.narrow; s++, b += 512, left += 64) {
-    TILE_LOAD(6, b, 64);
+    if (!c.narrow) return;
+    TILE_LOAD(6, repeated, 64);
     multiply(left);
-    if (s < c.wide) multiply(left + 32);
   }
-}
 
-inline void LoraSums::add(int pair, long block) const {
-  for (const Span& s : spans_) {
-    const Pair& p = s.pairs[pair];
-    if (!p.inner || 2 * block >= s.tiles->num_columns) continue;
-    const LoraColumns* c = s.tiles->columns + 2 * block;
-    if (c[0].b) add_lora_tile<0>(c[0], p.inner, s.tiles->width, p.upper, p.lower);
-    if (c[1].b) add_lora_tile<1>(c[1], p.inner, s.tiles->width, p.upper, p.lower);
-  }
-}
+  const LoraSums* sums_;
+  bf16* repeated_;  // [spans][2][16][16][2]
+  long block_ = 0;
+};
 
-inline void LoraSums::fetch(long block) const {
-  for (const Span& s : spans_)
-    for (long i = 2 * block; i < std::min(2 * block + 2, s.tiles->num_columns); i++) {
-      const LoraColumns& c = s.tiles->columns[i];
-      for (long at = 0; c.b && at < (c.wide + c.narrow) * 512; at += 32) prefetch_l2(c.b + at);
-    }
-}
+}  // namespace
 #endif
