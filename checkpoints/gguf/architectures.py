@@ -95,6 +95,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "mamba": GgufArchitecture("MambaForCausalLM", "mamba", recurrent.mamba, recurrent.MAMBA1),
     "mamba2": GgufArchitecture("Mamba2ForCausalLM", "mamba2", recurrent.mamba2, recurrent.MAMBA2),
     "mellum": GgufArchitecture("MellumForCausalLM", "mellum", mixture.mellum),
+    "mimo2": GgufArchitecture("MiMoV2FlashForCausalLM", "mimo_v2_flash", mixture.mimo2),
     "minicpm3": GgufArchitecture(
         "MiniCPM3ForCausalLM", "minicpm3", lambda m: dense.latent(m) | dense.original_length(m)
     ),

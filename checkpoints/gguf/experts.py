@@ -237,3 +237,25 @@ def mellum(m: Metadata) -> Settings:
             },
         }
     )
+
+
+def mimo2(m: Metadata) -> Settings:
+    kinds, heads = m.layer_types(), m.each("attention.head_count_kv")
+    full, local = (heads[kinds.index(kind)] if kind in kinds else 0 for kind in (FULL, SLIDING))
+    sparse = m.layers_with("ffn_gate_inp.weight")
+    return (
+        m.listed_windows()
+        | groups(m)
+        | experts(
+            m,
+            num_key_value_heads=full or local,
+            swa_num_key_value_heads=local or full,
+            v_head_dim=m.find("attention.value_length") or m.rows("blk.0.attn_v.weight") // heads[0],
+            attention_value_scale=m.find("attention.value_scale") or 1.0,
+            add_swa_attention_sink_bias=bool(m.layers_with("attn_sinks.weight")),
+            swa_rope_theta=m.find("rope.freq_base_swa") or m.get("rope.freq_base"),
+            mlp_layer_types=["sparse" if i in sparse else "dense" for i in range(len(kinds))],
+            routed_scaling_factor=weights_scale(m),
+            norm_topk_prob=True,
+        )
+    )

@@ -121,7 +121,7 @@ ARCHITECTURE: dict[str, Key] = {
     "attention.max_alibi_bias": Key(_FACTOR),
     "attention.clamp_kqv": Key(_FACTOR),
     "attention.key_length": Key(_HEAD_DIM),
-    "attention.value_length": Key(_HEAD_DIM, note="must be the key's length, except in latent attention"),
+    "attention.value_length": Key(_HEAD_DIM, note="must be the key's length, except in latent attention and MiMo V2"),
     "attention.layer_norm_epsilon": Key(_EPSILON),
     "attention.layer_norm_rms_epsilon": Key(_EPSILON),
     "attention.group_norm_epsilon": Key(_EPSILON),
@@ -243,13 +243,13 @@ FIXED: dict[str, dict[str, Any]] = {
         ("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "deepseek", "deepseek2-ocr", "granitemoe",
          "hunyuan-moe", "ernie4_5-moe"), _SOFTMAX)
     | dict.fromkeys(("glm4moe", "exaone-moe", "minimax-m2", "llama4", "glm-dsa", "deepseek32", "hy_v3"), _SIGMOID)
-    | {"afmoe": _SIGMOID, "dots1": _SIGMOID, "mellum": _SOFTMAX}
+    | {"afmoe": _SIGMOID, "dots1": _SIGMOID, "mellum": _SOFTMAX, "mimo2": _SIGMOID}
     | {"qwen35moe": _SOFTMAX, "qwen3next": _SOFTMAX, "jamba": _SOFTMAX, "nemotron_h_moe": _SIGMOID}
     | {"kimi-linear": _SIGMOID, "bailingmoe3": _SIGMOID, "granitehybrid": _CHOSEN_SOFTMAX}
     | {"gpt-oss": _CHOSEN_SOFTMAX},
     "expert_weights_norm": dict.fromkeys(
         ("llama", "qwen3moe", "qwen3vlmoe", "hunyuan-moe", "ernie4_5-moe", "minimax-m2", "hy_v3", "qwen3next",
-         "mellum"), True)
+         "mellum", "mimo2"), True)
     | dict.fromkeys(("qwen2moe", "olmoe", "deepseek", "deepseek2-ocr", "llama4", "jamba"), False),
 }  # fmt: skip
 # sizes that tensors must have anyway, which some architectures do not read

@@ -79,6 +79,7 @@ _DRAFTING = {
     "nextn.enorm": "pre_fc_norm_embedding",
     "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
+    "layer_output_norm": "norm",  # MiMo V2
 }
 # names of norms, by where a layer has them (`ModelSpec.form`)
 PRE = {"ffn_norm": "post_attention_layernorm", "post_attention_norm": "post_attention_layernorm"}

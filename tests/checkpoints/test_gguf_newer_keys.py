@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.checkpoints.gguf.names import AFTER, PRE, tensor_name
 from tests.checkpoints.test_gguf_families import CASES, IDS, pair, reference
 from tests.worker.layers.test_stored_weights import load, logits_of
 
@@ -28,3 +29,9 @@ def test_keys_that_newer_files_have(tmp_path, name):
     sizes, more = NEWER_KEYS[name]
     folder, source = pair(name, tmp_path, case=(arch, usual | sizes, lambda c: keys(c) | more))
     assert torch.allclose(logits_of(load(folder), IDS), reference(source), atol=2e-3, rtol=2e-3)
+
+
+def test_the_last_norm_of_a_layer_that_drafts():
+    """MiMo V2's files have it under the name that encoders have for a layer's."""
+    assert tensor_name("blk.4.layer_output_norm.weight", PRE, 4) == "mtp.0.norm.weight"
+    assert tensor_name("blk.3.layer_output_norm.weight", AFTER, 4) == "model.layers.3.post_feedforward_layernorm.weight"

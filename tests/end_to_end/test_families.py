@@ -115,7 +115,7 @@ def test_the_text_of_a_wrapper(model_type, text, vision, bare, prompts, tmp_path
     others = {
         "lfm2_vl": {"projector_hidden_size": 32},
         "kimi_k25": {"projection_hidden_size": 16},
-        "minicpmv4_6": {"image_token_id": 250},
+        "minicpmv4_6": {"image_token_id": 250, "insert_layer_id": 0},
     }
     config = CONFIG_MAPPING[model_type](
         text_config={"model_type": text_type, **settings, "tie_word_embeddings": True},

@@ -26,6 +26,19 @@ def _mellum(c: Config) -> Config:
     return experts(c) | {"attention.sliding_window_pattern": flags, "rope.freq_base_swa": 1e4}
 
 
+def _mimo2(c: Config) -> Config:
+    flags = [kind == "sliding_attention" for kind in c["layer_types"]]
+    heads = [2 * c["num_key_value_heads"] if slides else c["num_key_value_heads"] for slides in flags]
+    groups = {"expert_group_count": c["n_group"], "expert_group_used_count": c["topk_group"]}
+    attention = {"attention.head_count_kv": heads, "attention.value_length": c["v_head_dim"]}
+    return (
+        experts(c)
+        | groups
+        | attention
+        | {"attention.sliding_window_pattern": flags, "rope.freq_base_swa": 1e4, "attention.value_scale": 0.707}
+    )
+
+
 NEWER_CASES: dict[str, tuple[str, Config, Callable[[Config], Config]]] = {
     "afmoe": ("afmoe", _WIDE | {"global_attn_every_n_layers": 4}, _afmoe),
     "dots1": (
@@ -35,5 +48,6 @@ NEWER_CASES: dict[str, tuple[str, Config, Callable[[Config], Config]]] = {
     ),
     "jais2": ("jais2", _SIZES, lambda c: {}),
     "mellum": ("mellum", _WIDE | {"rope_parameters": _BY_KIND, "mlp_layer_types": ["sparse"] * 4}, _mellum),
+    "mimo_v2": ("mimo2", _WIDE | {"v_head_dim": 16, "head_dim": 32}, _mimo2),
     "seed_oss": ("seed_oss", _SIZES, lambda c: {}),
 }

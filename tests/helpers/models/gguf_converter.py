@@ -137,7 +137,7 @@ class Converter:
             name = f"{match[1]}.mlp.experts.{('gate', 'down', 'up')[int(match[2]) - 1]}_proj.weight"
         if match := re.fullmatch(r"backbone(\.layers\.\d+)\.mixer(\.experts\..+)", name):
             name = f"model{match[1]}.mlp{match[2]}"
-        if name.endswith(".sinks"):
+        if name.endswith((".sinks", ".attention_sink_bias")):
             return f"blk.{name.split('.')[2]}.attn_sinks.weight"
         if name.endswith(".expert_bias") and self.arch in ("afmoe", "lfm2moe"):
             return f"blk.{name.split('.')[2]}.exp_probs_b.bias"

@@ -173,6 +173,10 @@ OWN: dict[str, Keys] = {
     "mamba": _RMS | _SSM | _NO_HEADS | {"ssm.dt_b_c_rms": False},
     "mamba2": _RMS | _SSM2 | _NO_HEADS,
     "mellum": _RMS | _EXPERTS | _SAME_THETA | {"attention.sliding_window": 0, "attention.sliding_window_pattern": 4},
+    "mimo2": _RMS | _EXPERTS | _SAME_THETA | {
+        "attention.sliding_window": REQUIRED, "attention.sliding_window_pattern": REQUIRED,
+        "attention.value_scale": 0.0, "expert_weights_scale": 0.0,
+    },
     "minicpm3": _RMS | _MLA,
     "minimax-01": _RMS | _EXPERTS | {"residual_scale": REQUIRED, "attention.recurrent_layers": TENSORS},
     "minimax-m2": _RMS | _EXPERTS,
