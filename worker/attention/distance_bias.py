@@ -1,4 +1,6 @@
-"""A bias of attention scores that depends on the distance of a key behind its query and on the query (Inkling)."""
+"""A bias of attention scores that depends on the distance of a key behind its query and on the query (Inkling), and
+sinks that depend on the query (Inkling 2).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ class DistanceBias:
 
     states: torch.Tensor  # [T, num_heads, R]
     profiles: torch.Tensor  # [R, D]
+    sinks: torch.Tensor | None = None  # [T, num_heads]: scores of one more key, whose value is 0
 
     def of(self, tokens: torch.Tensor | slice) -> DistanceBias:
         """Return the bias of some of the tokens."""
-        return DistanceBias(self.states[tokens], self.profiles)
+        sinks = None if self.sinks is None else self.sinks[tokens]
+        return DistanceBias(self.states[tokens], self.profiles, sinks)
 
     def at(self, distances: torch.Tensor) -> torch.Tensor:
         """Return the bias float32 `[T, num_heads, keys]` of keys at `distances` int64 `[T, keys]`."""

@@ -82,8 +82,11 @@ class CpuPagedAttention(AttentionBackend):
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
         for piece in pieces:
             k, v = _keys_and_values(_gather(plan, piece, tensors), k_cache, v_cache, q.dtype)
-            bias = None if call.bias is None else call.bias.of(piece.tokens).at(piece.distances(q.device))
-            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, call.scale, call.soft_cap, call.sinks, bias)
+            bias, sinks = None, call.sinks
+            if call.bias is not None:
+                own = call.bias.of(piece.tokens)
+                bias, sinks = own.at(piece.distances(q.device)), own.sinks
+            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, call.scale, call.soft_cap, sinks, bias)
         return out
 
 
@@ -358,7 +361,8 @@ def _attend(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention of q `[n * queries, num_heads, head_dim]` over k and v `[n, num_kv_heads, keys, head_dim]`;
-    `bias` `[n * queries, num_heads, keys]` is added to scores. Returns `[n * queries, num_heads, head_dim of v]`.
+    `bias` `[n * queries, num_heads, keys]` is added to scores; with it, `sinks` are `[n * queries, num_heads]`, else
+    `[num_heads]`. Returns `[n * queries, num_heads, head_dim of v]`.
 
     The query heads that share a KV head are arranged so that it is read once for all of them: as its queries in decode,
     as heads of a batch of KV heads (with a stride of 0) in a prefill.
@@ -368,12 +372,12 @@ def _attend(
     group = num_heads // kv_heads
     if piece.num_queries == 1:
         q = q.view(piece.num_seqs, kv_heads, group, dim)
-        sinks = None if sinks is None else sinks.view(kv_heads, group, 1)
+        sinks = None if sinks is None else sinks.view(-1, kv_heads, group, 1)
         bias = None if bias is None else bias.unflatten(1, (kv_heads, group))
         return _fused(q, k, v, piece, scale, soft_cap, sinks, bias).reshape(piece.num_seqs, num_heads, -1)
     q = q.view(piece.num_queries, kv_heads, group, dim).permute(1, 2, 0, 3)
     k, v = (t.transpose(0, 1).expand(kv_heads, group, -1, -1) for t in (k, v))
-    sinks = None if sinks is None else sinks.view(kv_heads, group, 1, 1)
+    sinks = None if sinks is None else sinks.view(-1, kv_heads, group, 1).permute(1, 2, 0, 3)
     bias = None if bias is None else bias.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
     out = _fused(q, k, v, piece, scale, soft_cap, sinks, bias)
     return out.permute(2, 0, 1, 3).reshape(piece.num_queries, num_heads, -1)

@@ -48,15 +48,29 @@ def bounded_silu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Te
     return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
-# names of forms with a bound, e.g. "bounded_silu:7"
-BOUNDED = {"silu_of_bounded": silu_of_bounded, "bounded_silu": bounded_silu}
+def softly_bounded_silu(gate: torch.Tensor, up: torch.Tensor, limit: float, up_limit: float) -> torch.Tensor:
+    """Return SwiGLU whose linear factors approach `limit` and `up_limit`, in float32 (Inkling 2)."""
+    wide = gate.float()
+    bounded = (wide / limit).tanh() * limit * wide.sigmoid() * (up.float() / up_limit).tanh() * up_limit
+    return bounded.to(gate.dtype)
+
+
+# names of forms with bounds, e.g. "bounded_silu:7"
+BOUNDED = {
+    "silu_of_bounded": silu_of_bounded,
+    "bounded_silu": bounded_silu,
+    "softly_bounded_silu": softly_bounded_silu,
+}
 
 
 @cache
 def gated(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the activation `name`: a key of GATED or, with a bound after a colon, of BOUNDED."""
-    form, _, limit = name.partition(":")
-    return _halves(partial(BOUNDED[form], limit=float(limit))) if limit else GATED[name]
+    """Return the activation `name`: a key of GATED or, with bounds after colons, of BOUNDED."""
+    form, *limits = name.split(":")
+    if not limits:
+        return GATED[name]
+    bounds = [float(limit) for limit in limits]
+    return _halves(lambda gate, up: BOUNDED[form](gate, up, *bounds))
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from quire.worker.layers.linear import (
     WeightFormat,
     empty_parameter,
 )
-from quire.worker.layers.moe import OneExpert
+from quire.worker.layers.moe import OneExpert, give_other_parts
 from quire.worker.layers.norm import RMSNorm, rms_norm
 from quire.worker.layers.state import RecurrentState, StateStep
 from quire.worker.parallel import Exchange, split_size, tp
@@ -248,6 +248,7 @@ class InklingDecoder(Decoder):
     """Embeddings are normalised. Their table may have more rows than the head has tokens."""
 
     of_first_stage = (*Decoder.of_first_stage, "model.embed_norm")
+    default_floor: ClassVar[int | None] = None
 
     def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, max_model_len, weights)
@@ -255,7 +256,8 @@ class InklingDecoder(Decoder):
             self.embed_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
             table, shape = self.embed_tokens.weight, (spec.raw.get("vocab_size", 201024), spec.hidden_size)
             table.parts = [replace(part, shape=shape) for part in table.parts]
-        self.floor, self.slope = spec.raw.get("log_scaling_n_floor"), spec.raw.get("log_scaling_alpha", 0.1)
+        self.floor = spec.raw.get("log_scaling_n_floor", self.default_floor)
+        self.slope = spec.raw.get("log_scaling_alpha", 0.1)
 
     @staticmethod
     def layer_cls(spec: ModelSpec) -> type[DecoderLayer]:
@@ -380,6 +382,12 @@ class Inkling(MoEFamily, CausalLM):
             bias_extent=values["sliding_window"] if kind == SLIDING else values["rel_extent"],
             state=ResultConvSpec(values["conv_kernel_size"], kv_heads, dim, values["hidden_size"]),
         )
+
+    def __init__(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(spec, max_model_len, weights)
+        if self.model.last and (head := self.lm_head.weight) is not None:
+            shape = spec.raw.get("vocab_size", 201024), spec.hidden_size  # files may have the padding, too
+            give_other_parts(head, [[replace(part, shape=shape) for part in head.parts]])
 
     def make_decoder(self, spec: ModelSpec, max_model_len: int, weights: WeightFormat) -> Decoder:
         return InklingDecoder(spec, max_model_len, weights)

@@ -18,7 +18,7 @@ from quire.worker.layers.norm import OffsetRMSNorm, rms_norm
 from quire.worker.layers.rowwise import sigmoid, silu
 from quire.worker.layers.state import RecurrentState
 from quire.worker.layers.states.ngrams import ngram_rows
-from quire.worker.layers.states.short_conv import wide_conv
+from quire.worker.layers.states.short_conv import spaced_conv
 from quire.worker.models.qwen3_next import Qwen35, Qwen35Moe
 from quire.worker.models.qwen_vl import AxialRope
 from quire.worker.parallel import Exchange, tp
@@ -143,7 +143,7 @@ class NgramEmbedding(nn.Module):
         gate = (key * self.norm_query(streams).float()).sum(-1, keepdim=True) * streams.shape[-1] ** -0.5
         gate = sigmoid(gate.abs().clamp(min=1e-6).sqrt() * gate.sign()).to(streams.dtype)
         value = gate * self.value_proj(embedded)[:, None]
-        conv = wide_conv(self.norm_conv(value).flatten(1), self.conv1d.weight, inputs, step, self.ngrams.size)
+        conv = spaced_conv(self.norm_conv(value).flatten(1), self.conv1d.weight, inputs, step, self.ngrams.size)
         return value + silu(conv).view_as(value).to(value.dtype)
 
 

@@ -68,6 +68,7 @@ DECODERS = {
     "HYV4ForCausalLM": "hy_v4:HYV4",
     "HunYuanDenseV1ForCausalLM": "hunyuan:HunYuanDenseV1",
     "HyperCLOVAXForCausalLM": "hyperclovax:HyperCLOVAX",
+    "Inkling2ForCausalLM": "inkling2:Inkling2",
     "InternLM3ForCausalLM": "llama:InternLM3",
     "Jais2ForCausalLM": "jais2:Jais2",
     "JambaForCausalLM": "jamba:Jamba",

@@ -130,7 +130,7 @@ def test_every_form_over_two_ranks(family, tmp_path, settings, names):
 
 # several streams, states next to attention, compressed keys, latents that layers share
 OF_AUTUMN = ["cohere2_moe", "deepseek_v4", "dots3_note", "glm5_next", "hy_v4", "laguna", "mimo_v2", "mistral_large4"]
-OF_AUTUMN += ["qwen4_exp", "zaya"]
+OF_AUTUMN += ["inkling2", "qwen4_exp", "zaya"]
 
 
 @pytest.mark.parametrize(

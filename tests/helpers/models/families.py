@@ -250,6 +250,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _H
         | {"embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.4},
     ),
+    "inkling2": (
+        "inkling2_text",
+        {key: value for key, value in _H.items() if key != "intermediate_size"}
+        | _EXPERTS
+        | {"n_routed_experts": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "swa_head_dim": 32, "d_rel": 4}
+        | {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "sliding_window_size": 24, "rel_extent": 40}
+        | {"log_scaling_n_floor": 16, "n_layers_per_attn_res_block": 2, "unpadded_vocab_size": VOCAB}
+        | {"qk_l2_clip_threshold": 4.0, "rel_l2_clip_threshold": 2.0, "mlp_gate_softcap": 1.0, "mlp_up_softcap": 2.0}
+        | {"final_logit_softcapping": 5.0},
+    ),
     "internlm3": ("internlm3", _H | {"qkv_bias": True, "bias": True}),
     "jais2": ("jais2", _H),
     "jamba": (

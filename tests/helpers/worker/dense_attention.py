@@ -43,8 +43,13 @@ class DenseAttention(AttentionBackend):
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             position = torch.arange(length - (end - start), length)[:, None]
             key = torch.arange(length)[None]
+            own = call.bias and call.bias.of(slice(start, end))
+            if own:
+                scores = scores + own.at(position - key).transpose(0, 1)
             visible = (key <= position) & (key > position - (sliding_window or length + 1))
             scores = scores.masked_fill(~visible, -torch.inf)
+            if own and own.sinks is not None:
+                scores = torch.cat((scores, own.sinks.float().t()[..., None]), -1)
             if sinks is not None:
                 scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, end - start, 1)), -1)
             out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v.float())

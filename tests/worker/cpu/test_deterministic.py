@@ -182,6 +182,7 @@ def test_an_index_leaves_it_off_unless_asked(native_kernels, tmp_path):
         ("deepseek_v4", "compressed keys"),
         ("zaya", "convolution of whole heads"),
         ("inkling", "bias of scores"),
+        ("inkling2", "bias of scores"),
         ("minimax_m3", "chosen blocks: set --max-model-len to at most 20"),
         ("qwen4_exp", "chosen blocks: set --max-model-len to at most 20"),
     ],

@@ -16,6 +16,7 @@ from quire.worker.layers.state import StateStep, StateSteps
 from quire.worker.layers.states.delta_rule import delta_one
 from quire.worker.layers.states.linear_attention import linear_one
 from quire.worker.layers.states.selective_scan import scan_one
+from quire.worker.layers.states.short_conv import own_conv, spaced_conv
 from quire.worker.platforms.ops import Ops
 
 LENGTH, HEADS, KEYS, VALUES = 150, 4, 8, 12
@@ -50,6 +51,36 @@ def _convolution():
         return ops.causal_conv(x, weight, bias, pages, step, silu=True)
 
     return (3, KEYS), (torch.randn(LENGTH, KEYS),), formula, run
+
+
+def _spaced_convolution():
+    weight, apart = torch.randn(4, KEYS), 3
+
+    def formula(x):
+        padded = F.pad(x.t()[None], (3 * apart, 0))
+        return F.conv1d(padded, weight.t()[:, None], groups=KEYS, dilation=apart)[0].t()
+
+    return (
+        (3 * apart, KEYS),
+        (torch.randn(LENGTH, KEYS),),
+        formula,
+        lambda ops, pages, step, x: spaced_conv(x, weight, pages, step, apart),
+    )
+
+
+def _own_convolution():
+    weight = torch.randn(4, KEYS)
+
+    def formula(x, taps):
+        behind = torch.stack([F.pad(x, (0, 0, lag, 0))[:LENGTH] for lag in range(4)], -1)  # [T, C, lag]
+        return (behind * (weight.t() + taps.repeat_interleave(KEYS // HEADS, 1))).sum(-1)
+
+    return (
+        (3, KEYS),
+        (torch.randn(LENGTH, KEYS), torch.randn(LENGTH, HEADS, 4)),
+        formula,
+        lambda ops, pages, step, x, taps: own_conv(x, taps, weight, pages, step),
+    )
 
 
 def _token_by_token(shape, one):
@@ -104,6 +135,8 @@ def _scan():
 
 RECURRENCES = {
     "convolution": _convolution,
+    "convolution of tokens apart": _spaced_convolution,
+    "convolution with weights of each token": _own_convolution,
     "delta": lambda: _delta(False),
     "delta per channel": lambda: _delta(True),
     "linear": _linear,

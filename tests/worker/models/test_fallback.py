@@ -222,6 +222,7 @@ NOT_FORCED = {
     "hy_v4": "a pass without transformers' own cache",
     "dots3_note": "a pass without transformers' own cache",
     "deepseek_v4": "(recurrent state elsewhere|no cache for)",
+    "inkling2": "its attention takes position_bias, sinks",
     "qwen4_exp": "its cache has layers that are not implemented",
     "deepseek-v32": "sparse attention",
     "glm-5": "sparse attention",

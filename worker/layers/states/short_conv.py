@@ -54,7 +54,40 @@ def causal_conv(
 
 
 @by_stages(0)
-def wide_conv(x: torch.Tensor, weight: torch.Tensor, pages: torch.Tensor, step: StateStep, apart: int) -> torch.Tensor:
+def spaced_conv(
+    x: torch.Tensor, weight: torch.Tensor, pages: torch.Tensor, step: StateStep, apart: int
+) -> torch.Tensor:
     """Convolve as `causal_conv` does inputs that are `apart` tokens apart; pages are `[P, (K - 1) * apart, C]`."""
     one, many = partial(conv_one, weight, None, apart=apart), partial(conv_many, weight, None, apart=apart)
     return step.advance(pages, one, many, x.float())
+
+
+@by_stages(0, 1)
+def own_conv(
+    x: torch.Tensor, taps: torch.Tensor, weight: torch.Tensor, pages: torch.Tensor, step: StateStep
+) -> torch.Tensor:
+    """Convolve as `causal_conv` does, with the weights `[K, C]` of all tokens and `taps` `[T, heads, K]` of each, which
+    are added in all channels of a head; both begin with the newest input.
+    """
+    oldest_first = weight.flip(0)
+    return step.advance(pages, partial(_own_one, oldest_first), partial(_own_many, oldest_first), x.float(), taps)
+
+
+def _own_one(
+    weight: torch.Tensor, states: torch.Tensor, x: torch.Tensor, taps: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    window = torch.cat([states, x[:, None]], 1)
+    return _weighted(weight, window, taps), window[:, 1:]
+
+
+def _own_many(
+    weight: torch.Tensor, state: torch.Tensor, x: torch.Tensor, taps: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.cat([state, x])
+    return _weighted(weight, inputs.unfold(0, len(weight), 1).transpose(1, 2), taps), inputs[len(x) :]
+
+
+def _weighted(weight: torch.Tensor, window: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the inputs of each token, `[n, K, C]`."""
+    own = (window.unflatten(-1, (taps.shape[1], -1)) * taps.flip(-1).transpose(1, 2)[..., None]).sum(1)
+    return (window * weight).sum(1) + own.flatten(1)
