@@ -127,15 +127,18 @@ def test_files_that_pages_name_exist():
     assert not wrong
 
 
-MAX_WORDS = 28_000  # as `wc -w` counts; raise it only for a feature that users need to read about
+MAX_WORDS = 27_800  # as `wc -w` counts; raise it only for a feature that users need to read about
 
 
 def test_each_thing_is_said_once():
     """All documents together stay within a limit: link instead of repeating, git keeps history."""
     pages = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-    num_words = {page.relative_to(ROOT).as_posix(): len(page.read_text(encoding="utf-8").split()) for page in pages}
-    assert len(num_words) > 30
-    del num_words["docs/model-types.md"]  # a generated table
+    words = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8").split() for page in pages}
+    assert len(words) > 30
+    del words["docs/model-types.md"]  # a generated table
+    # its names of families are generated, too
+    words["docs/models.md"] = [word for word in words["docs/models.md"] if not word.startswith("`")]
+    num_words = {name: len(found) for name, found in words.items()}
     assert sum(num_words.values()) <= MAX_WORDS, sorted(num_words.items(), key=lambda item: -item[1])
 
 
