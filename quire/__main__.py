@@ -21,6 +21,9 @@ def main() -> int:
 
             raise_descriptor_limit()  # before the engine starts, because it inherits the limit
             early = early_engine(sys.argv[2:])
+            from quire.server.heap import collect_rarely
+
+            collect_rarely()
         from quire.cli.main import main as cli_main
 
         ended.append(cli_main(sys.argv[1:], early))

@@ -29,7 +29,7 @@ from quire.server.engines.supervisor import EngineFailed
 from quire.server.frontends.background_log import configure_logging
 from quire.server.frontends.descriptors import BACKLOG, raise_descriptor_limit
 from quire.server.frontends.handle import FrontendHandle
-from quire.server.heap import fix_mmap_threshold
+from quire.server.heap import fix_mmap_threshold, settle
 from quire.server.startup import address_file, running_servers
 from quire.server.startup.checks import check_server_files
 from quire.server.startup.engine_group import EngineGroup
@@ -312,6 +312,7 @@ class Launcher:
     def _say_ready(self, models: str) -> tuple[str, str]:
         """Log that the server is ready. Returns the command and the address by which curl reaches it."""
         self.announced = True
+        settle()
         scheme = "https" if self.config.server.ssl_certfile else "http"
         name = self.listener.getsockname()
         where = name if isinstance(name, str) else "{}://{}:{}".format(scheme, *name[:2])

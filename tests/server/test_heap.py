@@ -1,9 +1,12 @@
 """The heap of a server's process."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from quire.server import heap
 
 _COUNT_MAPPINGS = """
 import ctypes, sys
@@ -32,3 +35,17 @@ def test_the_buffers_of_sockets_are_mappings_of_their_own(how, num_mappings):
     """They are not cut out of the heap, also after a larger block was freed."""
     found = subprocess.run([sys.executable, "-c", _COUNT_MAPPINGS, how], capture_output=True, text=True, check=True)
     assert int(found.stdout) == num_mappings
+
+
+def test_collections_are_rare_until_a_server_is_ready(monkeypatch):
+    frozen, usual = [], gc.get_threshold()
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    try:
+        heap.settle()  # a process that imported its packages otherwise
+        assert not frozen and gc.get_threshold() == usual
+        heap.collect_rarely()
+        assert gc.get_threshold()[0] > 10_000
+        heap.settle()
+        assert frozen and gc.get_threshold() == (700, 10, 10)
+    finally:
+        gc.set_threshold(*usual)
