@@ -81,7 +81,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && /opt/quire/bin/python tools/slim.py \
     && cd /opt/quire/lib/python3.*/site-packages \
-    && find torch/lib -name 'lib*.so' -exec strip --strip-unneeded {} +
+    && find torch/lib hf_xet regex safetensors tokenizers yaml -name '*.so' -exec strip --strip-unneeded {} +
 
 FROM build AS build-cuda
 ARG PIP_INDEX_URL

@@ -30,8 +30,9 @@ make_base() {
     command -v mmdebstrap >/dev/null || fail "no registry answers, and mmdebstrap, which would make a base, is not installed"
     say "no registry answers: making a base image from Debian's packages"
     mmdebstrap --quiet --variant=minbase \
-        --include=python3,python3-venv,python3-pip,python-is-python3,ca-certificates \
+        --include=python3,python3-venv,python-is-python3,ca-certificates,usr-is-merged \
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+        --dpkgopt='path-exclude=/usr/share/man/*' \
         --customize-hook='rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/apt/*.bin' bookworm "$scratch/base.tar"
     "$tool" import "$scratch/base.tar" "$base" >/dev/null
 }

@@ -1,9 +1,8 @@
 """Removes files that no server reads from a virtual environment: `python tools/slim.py` with its own interpreter, in
 the build of an image.
 
-Prints each kind of removed files and its size. Sources stay, except for tests and the templates of transformers'
-models; so everything can still be imported. Byte code stays for the modules that a start imports, with quire's own
-models or with transformers'.
+Prints each kind of removed files and its size. Sources that a server imports stay. Byte code stays for the modules that
+a start imports, with quire's own models or with transformers'.
 """
 
 from __future__ import annotations
@@ -18,11 +17,22 @@ from pathlib import Path
 
 # torch refuses to be imported without torch_shm_manager
 PATTERNS = {
-    "torch's tests": ("torch/test", "torch/lib/*test*.so", "torch/lib/libbackend_with_compiler.so"),
+    "torch's tests": (
+        "torch/test",
+        "torch/lib/*test*.so",
+        "torch/lib/libbackend_with_compiler.so",
+        *(f"torch/testing/_internal/{name}" for name in ("common_methods_invocations.py", "generated", "opinfo")),
+    ),
     "torch's headers and programs": ("torch/include", "torch/share", "torch/bin/[!t]*", "torch/bin/t[!o]*"),
-    "tests of other packages": tuple(f"{name}/**/tests" for name in ("numpy", "sympy", "networkx", "mpmath")),
+    "tests of other packages": tuple(f"{name}/**/tests" for name in ("numpy", "sympy", "mpmath")),
     "templates of transformers' models": ("transformers/models/*/modular_*.py",),
     "types of compiled modules, for editors": ("**/*.pyi",),
+    "command lines of other packages": tuple(
+        pattern
+        for name in ("markdown_it", "mdurl", "pygments", "rich", "shellingham", "typer")
+        for pattern in (name, f"{name}-*.dist-info", f"{name}_py-*.dist-info")
+    ),
+    "graphs, for training compiled models": ("networkx", "networkx-*.dist-info"),
     "setuptools": (
         "setuptools",
         "setuptools-*.dist-info",
@@ -31,7 +41,7 @@ PATTERNS = {
         "distutils-precedence.pth",
     ),
 }
-COMPILED = ("torch", "transformers", "sympy", "networkx", "mpmath")  # packages of which a start imports little
+COMPILED = ("torch", "transformers", "sympy", "mpmath", "pip")  # packages of which a start imports little
 _IMPORTED = """
 import json, sys
 from quire.engine.executor.base import import_executor

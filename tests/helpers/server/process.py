@@ -17,13 +17,17 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required
 
 @contextmanager
 def serving(
-    python: Sequence[str], environment: Mapping[str, str], log: Path, timeout: float = 200
+    python: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    timeout: float = 200,
+    arguments: Sequence[str] = ("quire-tiny",),
 ) -> Iterator[httpx.Client]:
-    """Yield a client of `PYTHON -m quire serve quire-tiny`, which logs to `log` and must end without an error."""
+    """Yield a client of `PYTHON -m quire serve ARGUMENTS`, which logs to `log` and must end without an error."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with open(log, "w") as output:
-        command = [*python, "-m", "quire", "serve", "quire-tiny", "--port", str(port)]
+        command = [*python, "-m", "quire", "serve", *arguments, "--port", str(port)]
         server = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         poll(lambda: "ready in" in log.read_text() or server.poll() is not None, timeout)
