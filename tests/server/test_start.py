@@ -46,7 +46,7 @@ INTERRUPTED = """
 import os, signal, sys
 from quire.__main__ import main
 
-def interrupt(self):
+def interrupt(self, *_):
     os.kill(os.getpid(), signal.SIGINT)
     start(self)
 
@@ -108,7 +108,9 @@ def test_closed_standard_streams_are_not_given_to_other_files(closed):
     """A socket with the number of stderr would get the log."""
     program = (
         "import os, sys\nfrom quire import __main__\nfrom quire.cli import main\n"
-        "main.main = lambda argv: print('out') or print('err', file=sys.stderr) or os.open(os.devnull, os.O_RDONLY)\n"
+        "def run(argv, early):\n    print('out')\n    print('err', file=sys.stderr)\n"
+        "    return os.open(os.devnull, os.O_RDONLY)\n"
+        "main.main = run\n"
         "code = __main__.main()\nsys.stdout.flush()\n"
         "raise SystemExit(0 if code > 2 and all(map(os.get_inheritable, range(3))) else 9)"
     )
@@ -118,6 +120,6 @@ def test_closed_standard_streams_are_not_given_to_other_files(closed):
 
 def test_a_user_without_a_home_has_the_root_folder(monkeypatch):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    monkeypatch.setattr("quire.cli.main.main", lambda argv: print(os.environ["HOME"]) or 0)
+    monkeypatch.setattr("quire.cli.main.main", lambda argv, early: print(os.environ["HOME"]) or 0)
     monkeypatch.setenv("HOME", "x")
     assert __main__.main() == 0 and os.environ["HOME"] == "/"
