@@ -28,11 +28,12 @@ void amx_few_rows_block(const Gemm& g, const bf16* x, long ldx, int nb) {
     }
   };
   auto tiles = [&](int s) -> const bf16* { return COMPACT ? ring[s % (2 * kAhead)] : packed + s * kStepElems; };
-  if (g.lora) LoraBlock::fetch(*g.lora, g.lora_block + nb);
+  LoraFetch adapters(g.lora, g.lora_block + nb, steps);
   TILE_ZERO(0); TILE_ZERO(1); TILE_ZERO(2); TILE_ZERO(3);
   if (COMPACT) for (int s = 0; s < kAhead; s++) fetch(s);
   for (int s = 0; s < steps; s++) {
     fetch(s + kAhead);
+    adapters.step();
     const bf16* w = tiles(s);
     TILE_LOAD(4, x + s * kStep, ldx * 2);
     TILE_LOAD(6, w, 64);

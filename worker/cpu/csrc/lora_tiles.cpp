@@ -79,9 +79,9 @@ class Inner {
     for (long r = 0; r < kPair; r++) store(sums_ + r * ld() + columns_, zero());
   }
 
-  void compute(const bf16* x, long ldx, const PairRows& rows, bf16* to) {
+  void compute(const bf16* x, long ldx, const PairRows& rows, long count, bf16* to) {
     multiply(x, ldx, rows.upper(), rows.lower());
-    for (long r = 0; r < kPair; r++, to += m_.tiles->width) {
+    for (long r = 0; r < count; r++, to += m_.tiles->width) {
       if (!(rows.has >> r & 1)) {
         memset(to, 0, m_.tiles->width * sizeof(bf16));
         continue;
@@ -194,7 +194,7 @@ LoraSums::LoraSums(const LoraStep& step, const bf16* x, long ldx) {
       const Piece& p = pieces[i];
       Inner inner(*p.matrices, g.k_steps());
       inner.compute(few ? padded->rows : paired->pair(p.pair), few ? padded->ld : paired->ld(p.pair), p.rows,
-                    spans_[p.span].pairs[p.pair].inner);
+                    std::min(rows, kPair), spans_[p.span].pairs[p.pair].inner);
     }
   };
   if (pieces.size() == 1) work();  // waking other threads costs more than it saves

@@ -73,6 +73,35 @@ class LoraSums {
 
 namespace {
 
+// Prefetches in each of some steps a share of the tiles of B of a block.
+class LoraFetch {
+ public:
+  LoraFetch(const LoraSums* sums, long block, int steps) : sums_(sums), block_(block) {
+    long lines = 0;
+    for (int i = 0; i < parts(); i++) lines += columns(i).size() / 32;
+    each_ = (lines + steps - 1) / steps;
+  }
+  void step() {
+    for (long i = 0; i < each_; i++, at_ += 32) {
+      while (at_ == end_) {
+        if (part_ == parts()) return;
+        const LoraColumns c = columns(part_++);
+        at_ = c.b, end_ = c.b + c.size();
+      }
+      prefetch_l1(at_);
+    }
+  }
+
+ private:
+  int parts() const { return sums_ ? int(sums_->spans().size()) * 2 : 0; }
+  LoraColumns columns(int i) const { return sums_->spans()[i / 2].columns(2 * block_ + i % 2); }
+
+  const LoraSums* sums_;
+  long block_, each_;
+  int part_ = 0;
+  const bf16 *at_ = nullptr, *end_ = nullptr;
+};
+
 thread_local Scratch repeated_scratch;
 
 // A thread's tiles of B for 32 columns, a block.
@@ -80,15 +109,6 @@ class LoraBlock {
  public:
   explicit LoraBlock(const LoraSums* sums)
       : sums_(sums), repeated_(sums ? (bf16*)repeated_scratch.get(sums->spans().size() * 4096) : nullptr) {}
-
-  // Prefetches what `add` reads of B.
-  static void fetch(const LoraSums& sums, long block) {
-    for (const auto& span : sums.spans())
-      for (int t = 0; t < 2; t++) {
-        const LoraColumns c = span.columns(2 * block + t);
-        for (long i = 0; i < c.size(); i += 32) prefetch_l2(c.b + i);
-      }
-  }
 
   void open(long block) {
     block_ = block;
