@@ -58,7 +58,7 @@ KEYS: dict[str, Rule] = {
     "layer_norm_eps": _EPSILON,
     "norm_eps": _EPSILON,
     "norm_epsilon": _EPSILON,
-    "rope_theta": Number(1e-3, 1e15),
+    "rope_theta": Number(1e-3, 1e15, per_layer=True),  # Step 3.5
     "partial_rotary_factor": Number(0, 1),
     "rope_scaling": OBJECT,
     "rope_parameters": OBJECT,

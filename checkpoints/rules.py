@@ -33,15 +33,23 @@ class Whole(NamedTuple):
 
 
 class Number(NamedTuple):
+    """A number, or a list of them, one per layer, if `per_layer`."""
+
     low: float
     high: float
+    per_layer: bool = False
 
     def fits(self, value: Any) -> bool:
+        if self.per_layer and isinstance(value, list):
+            return len(value) <= MAX_LAYERS and all(self._fits(entry) for entry in value)
+        return self._fits(value)
+
+    def _fits(self, value: Any) -> bool:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and math.isfinite(value) and self.low <= value <= self.high
 
     def __str__(self) -> str:
-        return f"a number from {self.low:g} to {self.high:g}"
+        return f"a number from {self.low:g} to {self.high:g}" + (" or a list of them" if self.per_layer else "")
 
 
 class Kind(NamedTuple):

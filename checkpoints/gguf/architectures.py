@@ -152,5 +152,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3vlmoe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", mixture.qwen3_moe),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", "seed_oss", dense.attention_bias),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", dense.attention_bias, swapped=True),
+    "step35": GgufArchitecture(
+        "Step3p5ForCausalLM", "step3p5", mixture.step35, PRE | {"attn_gate": "self_attn.g_proj"}, shifted=True
+    ),
     "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", "starcoder2", dense.starcoder2),
 }

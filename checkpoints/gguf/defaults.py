@@ -61,9 +61,9 @@ def _head_dim(m: Metadata) -> int:
 
 def _kv_heads(m: Metadata) -> list[int] | int:
     """Return the number of KV heads of each layer, 0 where it does not attend. A fused tensor has them after q's."""
-    full, heads, latent = m.get("attention.key_length"), m.one("attention.head_count"), m.layers_with(_LATENT)
+    full, heads, latent = m.get("attention.key_length"), m.each("attention.head_count"), m.layers_with(_LATENT)
     if latent:
-        return [heads if i in latent else 0 for i in range(m.num_layers())]
+        return [heads[i] if i in latent else 0 for i in range(m.num_layers())]
     local = m.find("attention.key_length_swa") or full
     dims = [full] * m.num_layers()
     if local != full:
@@ -71,7 +71,7 @@ def _kv_heads(m: Metadata) -> list[int] | int:
     found = [m.rows(f"blk.{i}.attn_k.weight") // dim for i, dim in enumerate(dims)]
     if not any(found):
         fused = [m.rows(f"blk.{i}.attn_qkv.weight") // dim for i, dim in enumerate(dims)]
-        found = [(rows - heads) // 2 if rows else 0 for rows in fused]
+        found = [(rows - of_q) // 2 if rows else 0 for rows, of_q in zip(fused, heads)]
     return found if any(found) else heads
 
 

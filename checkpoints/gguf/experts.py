@@ -259,3 +259,33 @@ def mimo2(m: Metadata) -> Settings:
             norm_topk_prob=True,
         )
     )
+
+
+def step35(m: Metadata) -> Settings:
+    """Return the settings. Layers without a window rotate half of each head."""
+    kinds, heads, count = m.layer_types(), m.each("attention.head_count"), m.num_layers()
+    full, local = (heads[kinds.index(kind)] if kind in kinds else 0 for kind in (FULL, SLIDING))
+    theta = {FULL: m.get("rope.freq_base"), SLIDING: m.find("rope.freq_base_swa") or m.get("rope.freq_base")}
+    m.check("moe_every_n_layers", 1, 0)
+    sparse = range(m.get("leading_dense_block_count"), count)
+    limits = {
+        name: found if isinstance(found, list) else [found] * count
+        for name, key in (("swiglu_limits", "swiglu_clamp_exp"), ("swiglu_limits_shared", "swiglu_clamp_shexp"))
+        if (found := m.find(key))
+    }
+    return (
+        m.listed_windows()
+        | limits
+        | experts(
+            m,
+            num_attention_heads=full or local,
+            num_sliding_attention_heads=local or full,
+            share_expert_dim=m.get("expert_shared_feed_forward_length"),
+            moe_router_scaling_factor=weights_scale(m),
+            norm_expert_weight=m.get("expert_weights_norm"),
+            mlp_layer_types=["sparse" if i in sparse else "dense" for i in range(count)],
+            partial_rotary_factors=[0.5 if kind == FULL else 1.0 for kind in kinds],
+            rope_theta=[theta[kind] for kind in kinds],
+            use_head_wise_attn_gate=m.has("attn_gate.weight"),
+        )
+    )

@@ -243,7 +243,7 @@ FIXED: dict[str, dict[str, Any]] = {
         ("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "deepseek", "deepseek2-ocr", "granitemoe",
          "hunyuan-moe", "ernie4_5-moe"), _SOFTMAX)
     | dict.fromkeys(("glm4moe", "exaone-moe", "minimax-m2", "llama4", "glm-dsa", "deepseek32", "hy_v3"), _SIGMOID)
-    | {"afmoe": _SIGMOID, "dots1": _SIGMOID, "mellum": _SOFTMAX, "mimo2": _SIGMOID}
+    | {"afmoe": _SIGMOID, "dots1": _SIGMOID, "mellum": _SOFTMAX, "mimo2": _SIGMOID, "step35": _SIGMOID}
     | {"qwen35moe": _SOFTMAX, "qwen3next": _SOFTMAX, "jamba": _SOFTMAX, "nemotron_h_moe": _SIGMOID}
     | {"kimi-linear": _SIGMOID, "bailingmoe3": _SIGMOID, "granitehybrid": _CHOSEN_SOFTMAX}
     | {"gpt-oss": _CHOSEN_SOFTMAX},

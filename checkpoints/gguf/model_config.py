@@ -11,7 +11,7 @@ from quire.checkpoints.gguf.defaults import metadata_of
 from quire.checkpoints.gguf.encoders import pooling_method
 from quire.checkpoints.gguf.header import GgufFile, stored_path
 from quire.checkpoints.gguf.keys import check_types, refuse_unread, settle_ids
-from quire.checkpoints.gguf.metadata import NORM_EPSILONS, Metadata
+from quire.checkpoints.gguf.metadata import FULL, NORM_EPSILONS, Metadata
 from quire.checkpoints.gguf.names import LONG_FACTORS, ROPE_FACTORS, row_names
 
 # other contents of GGUF files, by general.type or general.architecture
@@ -136,6 +136,8 @@ def _yarn(m: Metadata, factor: float) -> dict[str, Any]:
 def _llama3_scaling(config: dict[str, Any], factors: list[float]) -> dict[str, Any]:
     """Return the settings of Llama 3 from which the divisors of the frequencies were computed."""
     dim, theta = 2 * len(factors), config["rope_theta"]
+    if isinstance(theta, list):  # one per layer; only layers without a window are scaled
+        theta = theta[config["layer_types"].index(FULL)]
     largest = max(factors)
     for original in (8192, 256, 4096, 16384, 32768):
         scaling = {"factor": largest, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -41,7 +41,8 @@ DECODERS |= {
     (name, arch): (arch, SIZES | _ROPE, lambda c: {})
     for name, arch in (("llama3", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3"))
 }
-OTHERS = {"deepseek", "deepseek2-ocr", "glm5-next", "minimax-01", "plamo2", "plamo3"}
+OTHERS = {"deepseek", "deepseek2-ocr", "glm5-next", "minimax-01", "plamo2", "plamo3", "step35"}
+STATES = {"glm5-next": "glm5_next", "minimax-01": "minimax", "step35": "step3p5"}
 ENCODERS = {"bert": "bert", "modern-bert": "modernbert", "nomic-bert": "nomic", "gemma-embedding": None}
 NAMES = [*DECODERS, *((arch, arch) for arch in sorted(OTHERS | ENCODERS.keys()))]
 
@@ -64,7 +65,7 @@ def written(name: str, arch: str, folder: Path) -> GgufFile:
     elif arch.startswith("deepseek"):
         plain_deepseek(folder, arch, PLAIN)
     else:
-        build_states({"glm5-next": "glm5_next", "minimax-01": "minimax"}[arch], folder)
+        build_states(STATES[arch], folder)
     return read_gguf(path)
 
 

@@ -1,5 +1,5 @@
-"""GGUF files of GLM-5-next and MiniMax-01, written by llama.cpp's rules, give the logits of the checkpoints that they
-were made of. The `gguf` package does not know the names of these architectures yet.
+"""GGUF files of GLM-5-next, MiniMax-01 and Step 3.5, written by llama.cpp's rules, give the logits of the checkpoints
+that they were made of. The `gguf` package does not know the names of the first two yet.
 """
 
 from __future__ import annotations
@@ -69,7 +69,15 @@ MINIMAX = COMMON | {
     "self_attn.output_gate.weight": "attn_gate.weight",
 }
 _MOE = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-_DECAY = re.compile(r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$|^model\.visual\.")
+STEP = COMMON | {
+    "self_attn.g_proj.weight": "attn_gate.weight",
+    **{f"self_attn.{name}_norm.weight": f"attn_{name}_norm.weight" for name in "qk"},
+    "moe.gate.weight": "ffn_gate_inp.weight",
+    "moe.router_bias": "exp_probs_b.bias",
+    **{f"moe.{name}_proj.weight": f"ffn_{name}_exps.weight" for name in ("gate", "up", "down")},
+    **{f"share_expert.{name}_proj.weight": f"ffn_{name}_shexp.weight" for name in ("gate", "up", "down")},
+}
+_DECAY = re.compile(r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$|^(model\.)?(visual|vision_model|vit_)")
 
 
 def _tensors(folder: str, c: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -92,7 +100,8 @@ def _tensors(folder: str, c: dict[str, Any]) -> dict[str, np.ndarray]:
         elif name.endswith("_conv1d.weight"):
             found[name] = value.reshape(1, len(value), 1, -1)
         else:
-            found[name] = -value.exp() if name.endswith("A_log") else value
+            plus = float(c["model_type"] == "step3p5" and name.endswith("norm.weight"))
+            found[name] = -value.exp() if name.endswith("A_log") else value + plus
     found |= {name: torch.stack(values) for name, values in experts.items()}
     return {name: value.contiguous().numpy() for name, value in found.items()}
 
@@ -166,9 +175,34 @@ def _minimax(c: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _step(c: dict[str, Any]) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in c["layer_types"]]
+    heads = c["num_attention_heads"], c["num_sliding_attention_heads"]
+    return {
+        "attention.head_count": [heads[one] for one in slides],
+        "attention.head_count_kv": [c["num_key_value_heads"]] * len(slides),
+        "attention.key_length": c["head_dim"],
+        "attention.value_length": c["head_dim"],
+        "attention.sliding_window": c["sliding_window"],
+        "attention.sliding_window_pattern": slides,
+        "rope.freq_base": c["rope_parameters"]["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "expert_count": c["n_routed_experts"],
+        "expert_feed_forward_length": c["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": c["share_expert_dim"],
+        "expert_weights_scale": c["moe_router_scaling_factor"],
+        "expert_weights_norm": True,
+        "leading_dense_block_count": 1,
+        "moe_every_n_layers": 1,
+        "swiglu_clamp_exp": [float(one) for one in c["swiglu_limits"]],
+        "swiglu_clamp_shexp": [float(one) for one in c["swiglu_limits_shared"]],
+    }
+
+
 _ONE = (("alpha", 1.3), ("beta", 1.0))
 FACTORS = {f"{name}_{one}_factor": value for name in ("linear_attn", "full_attn", "mlp") for one, value in _ONE}
 CASES = {"glm5_next": ("glm5-next", {}, _glm, GLM), "minimax": ("minimax-01", FACTORS, _minimax, MINIMAX)}
+CASES["step3p5"] = ("step35", {}, _step, STEP)
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +227,17 @@ def test_logits_are_those_of_the_checkpoint(name, tmp_path):
     source, path = build(name, tmp_path, **drafting if name == "glm5_next" else {})
     mine, theirs = (logits_of(load(folder, torch.float32), IDS) for folder in (gguf_folder(str(path)), source))
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_factors_of_the_frequencies_of_step_3_5(tmp_path):
+    """They are those of Llama 3 at the base of the layers without a window, which alone are scaled."""
+    _, path = build("step3p5", tmp_path)
+    waves = [2 * np.pi * 1e5 ** (i / 8) for i in range(8)]
+    smooth = [min(1.0, max(0.0, (256 / wave - 1) / 3)) for wave in waves]
+    config = model_config(read_gguf(path), {"rope_freqs.weight": [1 / ((1 - s) / 2 + s) for s in smooth]})
+    assert config["rope_scaling"]["rope_type"] == "llama3" and config["rope_scaling"]["factor"] == 2.0
+    ropes = parse_model_spec(config).ropes
+    assert ropes["sliding_attention"].scaling is None and ropes["full_attention"].scaling["factor"] == 2.0
 
 
 def test_glm_5_next_without_bounds(tmp_path):

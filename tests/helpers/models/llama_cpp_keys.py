@@ -207,6 +207,11 @@ OWN: dict[str, Keys] = {
     "qwen3vlmoe": _RMS | _EXPERTS,
     "seed_oss": _RMS,
     "smollm3": _RMS,
+    "step35": _RMS | _EXPERTS | _WEIGHTS | _SAME_THETA | {
+        "leading_dense_block_count": TENSORS,
+        "expert_gating_func": 2, "attention.sliding_window": REQUIRED, "attention.sliding_window_pattern": REQUIRED,
+        "swiglu_clamp_exp": 0.0, "swiglu_clamp_shexp": 0.0,
+    },
     "starcoder2": _NORM,
 }  # fmt: skip
 

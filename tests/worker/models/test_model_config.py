@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -252,6 +253,28 @@ def test_published_keys_and_those_of_transformers(architecture, published, other
     again = parse_model_spec(other | {"architectures": [architecture]})
     assert spec.layers == again.layers and spec.ropes == again.ropes
     assert spec.max_model_len == again.max_model_len
+
+
+def test_rotary_embeddings_by_layer_of_step_3_5():
+    """Its published files list a base and a part of the head for each layer, and scale those without a window."""
+    scaling = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0}
+    raw = {
+        "architectures": ["Step3p5ForCausalLM"],
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_hidden_layers": 4,
+        "rope_theta": [5e6, 1e4] * 2,
+        "partial_rotary_factors": [0.5, 1.0] * 2,
+        "rope_scaling": scaling | {"original_max_position_embeddings": 131072},
+        "yarn_only_types": ["full_attention"],
+        "sliding_window": 512,
+    }
+    check_config(raw, Path("config.json"))
+    ropes = parse_model_spec(raw).ropes
+    full, local = ropes["full_attention"], ropes["sliding_attention"]
+    assert (full.theta, full.rotary_dim, full.scaling["factor"]) == (5e6, 64, 2.0)
+    assert (local.theta, local.rotary_dim, local.scaling) == (1e4, 128, None)
+    with pytest.raises(ValueError, match=r"rope_theta must be a number from .* or a list of them"):
+        check_config(raw | {"rope_theta": [1e4, "x"]}, Path("config.json"))
 
 
 @pytest.mark.parametrize(
