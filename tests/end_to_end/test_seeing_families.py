@@ -5,6 +5,7 @@ the others.
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from quire.worker.attention.distance_bias import DistanceBias
 from quire.worker.models.registry import read_model_spec
 from tests.end_to_end import test_families
 from tests.end_to_end.test_families import assert_same_text, load_family, prompts  # noqa: F401
-from tests.helpers.models.families import SEEING, VOCAB, build_family
+from tests.helpers.models.families import FAMILIES, SEEING, VOCAB, build_family, redraw
 from tests.worker.models.test_family_ranks import Pipeline, over_ranks
 from tests.worker.test_tensor_parallel import build, logits_of
 
@@ -58,3 +59,43 @@ def test_keys_have_a_bias_up_to_the_extent_of_the_profiles():
         distance = int(distances[token, key])
         expected = bias.states[token, head] @ bias.profiles[:, distance] if 0 <= distance < 5 else torch.tensor(0.0)
         torch.testing.assert_close(found[token, head, key], expected)
+
+
+@pytest.mark.slow
+def test_experts_of_inkling_2_in_8_bits(prompts, tmp_path):  # noqa: F811
+    """As the published files have them: values and exponents of 32, of all experts, which config.json does not say."""
+    from transformers.models.inkling2 import Inkling2Config, Inkling2ForConditionalGeneration
+
+    text = FAMILIES["inkling2"][1] | {"moe_intermediate_size": 64}
+    vision = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "patch_size": 4}
+    vision |= {"posemb_grid_size": 2, "projection_hidden_dim": 16, "text_hidden_size": text["hidden_size"]}
+    config = Inkling2Config(text_config=text, vision_config=vision, image_token_id=10)
+    torch.manual_seed(0)
+    model = Inkling2ForConditionalGeneration(config).eval()
+    redraw(model)
+    stored = {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            groups = weight.data.unflatten(-1, (-1, 32))
+            exponents = groups.abs().amax(-1).log2().ceil().sub(8)
+            values = (groups / exponents.exp2()[..., None]).to(torch.float8_e4m3fn)
+            weight.data = (values.float() * exponents.exp2()[..., None]).flatten(-2)
+            stored[name] = values.flatten(-2), (exponents + 127).to(torch.uint8)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, both in stored.items():
+        layer = name.split(".")[3]
+        for part, end in zip(both, ("", "_scale")):
+            if "gate_up" in name:  # their rows alternate
+                part = torch.stack(part.chunk(2, 1), 2).flatten(1, 2)
+            kind = "w13" if "gate_up" in name else "w2"
+            tensors[f"model.llm.layers.{layer}.mlp.experts.{kind}_weight{end}"] = part.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    del raw["transformers_version"]
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert_same_text(model, tmp_path, prompts)
+    expected = logits_of(build(str(tmp_path)))
+    for expert_parallel in (False, True):
+        for logits in over_ranks(str(tmp_path), expert_parallel):
+            torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)

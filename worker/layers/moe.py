@@ -25,6 +25,7 @@ from quire.worker.layers.activation import ACTIVATIONS, FUSED, gated
 from quire.worker.layers.layer_ops import LayerOps
 from quire.worker.layers.linear import (
     PLAIN,
+    Linear,
     LinearMethod,
     MergedColumnParallelLinear,
     Part,
@@ -128,6 +129,33 @@ class FusedParts:
             parts.append(Part(f"{self.prefix}.{name}", shape, ((0, expert, 1), rows), target, view))
         return parts
 
+    def stored(self, linear: Linear, expert: int, of: str) -> list[tuple[nn.Parameter, Part]]:
+        """Return the parameters of the tensors that store an expert's quantized projections, "gate_up" or "down", each
+        with its part of a tensor of all experts: values and scales that have rows and columns.
+        """
+        found = []
+        for name, parameter in linear.named_parameters(recurse=False):
+            parts = getattr(parameter, "parts", ())
+            if not name.startswith("stored_") or len(parts) != 1 or len(parts[0].shape) != 2:
+                continue
+            (part,), side = parts, int(name.split("_")[1])
+            ranges = [(0, part.shape[0]), (0, part.shape[1])]
+            for dim, start, length in part.source:
+                ranges[dim] = start, length
+            (start, length), columns = ranges
+            rows, view, number = (start, length), OneExpert(), part.shape[0]
+            if of == "gate_up" and self.moe.interleaved:
+                rows, view, number = (2 * start, 2 * length), OneExpert(False, side, 2), 2 * number
+            elif of == "gate_up":
+                rows, number = (side * number + start, length), 2 * number
+            end = "" if part.name.endswith(".weight") else "_scale_inv"
+            shape = self.moe.routing.num_experts, number, part.shape[1]
+            source = (0, expert, 1), (1, *rows), (2, *columns)
+            found.append(
+                (parameter, replace(part, name=f"{self.prefix}.{of}_proj{end}", shape=shape, source=source, view=view))
+            )
+        return found
+
     def mxfp4(self, expert: int) -> tuple[list[Part], list[Part], list[Part], list[Part]]:
         """Return the parts of blocks and exponents (`quantization.mxfp4_experts`), of the gate and up and of the down
         projection.
@@ -182,6 +210,9 @@ class Expert(nn.Module):
             give_other_parts(gate_up.weight, [*(parts.gate_up(expert, t) for t in forms(parts.moe)), first])
         if isinstance(down.method, PlainLinear):
             give_other_parts(down.weight, [*(parts.down(expert, t) for t in forms(parts.moe)), second])
+        for layer, of in ((gate_up, "gate_up"), (down, "down")):
+            for parameter, part in parts.stored(layer, expert, of):
+                give_other_parts(parameter, [[part]])
         if isinstance(gate_up.method, Mxfp4Expert):
             parameters = gate_up.blocks, gate_up.exponents, down.blocks, down.exponents
             for parameter, own in zip(parameters, parts.mxfp4(expert)):

@@ -1,4 +1,4 @@
-"""Inkling (text): attention without positions but with a bias by distance, short convolutions of keys, values and of
+"""Inkling: attention without positions but with a bias by distance, short convolutions of keys, values and of
 the results of both halves of a layer, and shared experts that take part in the softmax of the routed ones.
 """
 
@@ -264,7 +264,10 @@ class InklingDecoder(Decoder):
         return InklingLayer
 
     def embed(self, call: StageCall) -> torch.Tensor:
-        return self.embed_norm(super().embed(call))
+        x = self.embed_norm(self.embed_tokens(call.input_ids))
+        if call.images is not None:
+            call.images.write(x)
+        return x
 
     def layer_calls(
         self, call: StageCall, inputs: torch.Tensor | None = None

@@ -34,6 +34,14 @@ from quire.worker.transformer.decoder import Decoder
 from quire.worker.transformer.mixers.base import Convolution, float_parameter
 from quire.worker.transformer.moe_reader import routing
 
+# config.json of the published files does not say that routed experts are MXFP8, and the rest is not
+_WRAPPER = "Inkling2ForConditionalGeneration"
+_MXFP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [1, 32],
+    "scale_exponents": True,
+    "modules_to_not_convert": ["self_attn", "lm_head"],
+}
 _FULL_NORMS = ("q_input_layernorm", "k_input_layernorm", "v_input_layernorm")
 
 
@@ -283,9 +291,18 @@ class Inkling2(Inkling):
         "v_sconv.weight_proj.weight": "v_sconv.weight_proj",
         "mlp.gate.e_score_correction_bias": "mlp.gate.bias",
         "model.attn_res": "model.llm.attn_res",
+        "experts.gate_up_proj_scale_inv": "experts.w13_weight_scale",
+        "experts.down_proj_scale_inv": "experts.w2_weight_scale",
         **{name: name.replace("layernorm", "norm") for name in _FULL_NORMS},
     }
     ignored: ClassVar = (*Inkling.ignored, r"^model\.llm\.attn_res\.")  # queries of other stages
+
+    @classmethod
+    def read_config(cls, architecture: str, raw: dict[str, Any]) -> ModelSpec:
+        written = {"quantization_config", "transformers_version"} & raw.keys()  # the latter in files without MXFP8
+        if _WRAPPER in (raw.get("architectures") or []) and not written:
+            raw = {**raw, "quantization_config": _MXFP8}
+        return super().read_config(architecture, raw)
 
     @classmethod
     def complete(cls, values: dict[str, Any], raw: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "GraniteDoclingForConditionalGeneration": Wrapper("granite_docling:GraniteDoclingTower"),
     "HyperCLOVAXVisionV2ForConditionalGeneration": Wrapper(),
     "Idefics3ForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
-    "InklingForConditionalGeneration": Wrapper("", "InklingForCausalLM"),
+    "InklingForConditionalGeneration": Wrapper("inkling:InklingTower", "InklingForCausalLM"),
     "Inkling2ForConditionalGeneration": Wrapper("", "Inkling2ForCausalLM"),
     "InternS2PreviewForConditionalGeneration": Wrapper("qwen3_vl:Qwen35Tower", "Qwen3_5MoeVLForCausalLM"),
     "InternVLForConditionalGeneration": Wrapper("intern_vit:InternVLTower"),

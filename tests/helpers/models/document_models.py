@@ -62,6 +62,14 @@ def _text(of: str) -> dict[str, Any]:
 # name -> (type of the wrapper, settings)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_large4": ("mistral_large4", {"text_config": _text("mistral_large4"), "vision_config": _PIXTRAL}),
+    "inkling": (
+        "inkling_mm_model",
+        {
+            "text_config": _text("inkling") | {"unpadded_vocab_size": VOCAB_SIZE},
+            "vision_config": {"patch_size": 2 * PATCH, "num_hidden_layers": 4},
+            "audio_config": {"n_mel_bins": 2},
+        },
+    ),
     "lighton_ocr": (
         "lighton_ocr",
         {"text_config": _QWEN3 | _WIDE | {"model_type": "qwen3"}, "vision_config": _PIXTRAL},
@@ -155,6 +163,7 @@ _PIXELS = {"min_pixels": 64, "max_pixels": 64 * 24, "patch_size": PATCH}
 _TILES = {"size": {"height": SIDE, "width": SIDE}}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "mistral_large4": {"size": {"longest_edge": 48}},
+    "inkling": {"size": {"height": 2 * PATCH, "width": 2 * PATCH}},
     "lighton_ocr": {"size": {"longest_edge": 48}},
     "lfm3_vl": _PIXELS,
     "glm_ocr": _PIXELS | {"max_pixels": 2 * 64 * 24},

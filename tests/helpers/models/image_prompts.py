@@ -155,6 +155,8 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         return _ocr(name, images)
     if name == "lfm2_vl":
         return _lfm2_vl(images)
+    if name == "inkling":  # each square is shown in two frames
+        return {"pixel_values": torch.cat(pixels)[:, None].expand(-1, 2, -1, -1, -1)}
     if name == "llava":
         return {"pixel_values": torch.stack(pixels)}
     return {"pixel_values": torch.cat(pixels)}

@@ -90,7 +90,7 @@ class Fp8Format(CheckpointFormat):
         elif block is None:
             self.weights = Fp8(None, None)
         elif isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-            self.weights = Fp8(*block, scale)
+            self.weights = Fp8(*block, scale, exponents=config.get("scale_exponents", False))
         else:
             unsupported("weight_block_size", block, "[rows, columns]")
         if (experts := config.get("expert_dtype", "fp8")) not in ("fp8", "fp4"):

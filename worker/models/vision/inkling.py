@@ -1,0 +1,121 @@
+"""The vision encoder of Inkling: squares of pixels, each of which is a token, pass linear layers that join ever larger
+parts of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import log
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.worker.layers.linear import PLAIN_WEIGHTS, WeightFormat
+from quire.worker.layers.norm import RMSNorm
+from quire.worker.spec.vision import VisionSpec
+from quire.worker.transformer.vision.layers import linear, named
+from quire.worker.transformer.vision.tower import VisionTower
+
+_DEFAULTS = {"patch_size": 40, "temporal_patch_size": 2, "num_channels": 3, "n_layers": 24}
+_IMAGE_TOKEN = 200054
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The part of a square that a vector is made of: `frames` of `side` pixels."""
+
+    frames: int
+    side: int
+    width: int  # of the vector
+
+    @property
+    def pixels(self) -> int:
+        return self.frames * self.side**2
+
+
+def scales(frames: int, side: int, channels: int, num_layers: int) -> list[Scale]:
+    """Return the parts before and after each layer: about evenly spaced by the logarithm of their pixels, of those that
+    grow by one prime factor, first the largest of the side's.
+    """
+    steps, own = [Scale(1, 1, channels)], 1
+    for factor in _factors(side):
+        own *= factor
+        steps.append(Scale(1, own, -(-(own**2) * channels // 64) * 64))
+    own = 1
+    for factor in _factors(frames):
+        own *= factor
+        steps.append(Scale(own, side, side**2 * channels * own * 64))
+    wanted = [log(frames * side**2 * channels) * i / num_layers for i in range(num_layers + 1)]
+    cost = [[abs(ideal - log(step.pixels)) for step in steps] for ideal in wanted]
+    places = range(len(steps))
+    if num_layers >= len(steps):
+        chosen = [min(places, key=row.__getitem__) for row in cost]
+    else:
+        by_cost = combinations(places, num_layers + 1)
+        chosen = list(min(by_cost, key=lambda some: sum(row[place] for row, place in zip(cost, some))))
+    chosen[0], chosen[-1] = 0, len(steps) - 1
+    return [steps[place] for place in chosen]
+
+
+def _factors(number: int) -> Iterator[int]:
+    """Yield the prime factors, the largest first."""
+    found, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return reversed(found)
+
+
+class Fold(nn.Module):
+    """Joins the vectors of neighbouring parts `[N, t, h, w, C]` and maps them to one; then a norm and GELU, but for the
+    last layer.
+    """
+
+    def __init__(self, small: Scale, large: Scale, index: int, size: int | None, weights: WeightFormat):
+        super().__init__()
+        self.frames, self.side = large.frames // small.frames, large.side // small.side
+        width = size or large.width
+        inputs = small.width * self.frames * self.side**2
+        self.linear = linear(inputs, width, f"visual.layers.linear_{index}", weights, bias=False)
+        self.norm = None if size else named(RMSNorm(width, _EPS), f"visual.layers.norm_{index}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        t, s = self.frames, self.side
+        number, frames, height, width, _ = x.shape
+        x = x.reshape(number, frames // t, t, height // s, s, width // s, s, -1).permute(0, 1, 3, 5, 2, 4, 6, 7)
+        x = self.linear(x.flatten(4).flatten(0, 3)).view(*x.shape[:4], -1)
+        return x if self.norm is None else F.gelu(self.norm(x))
+
+
+class InklingTower(VisionTower):
+    """`pixel_values` of an image is `[tokens, side, side, 3]`; all frames of a square show the same."""
+
+    prefixes = ("visual.",)
+
+    @classmethod
+    def read_spec(cls, architecture: str, config: dict[str, Any]) -> VisionSpec:
+        return super().read_spec(architecture, {"image_token_id": _IMAGE_TOKEN} | config)
+
+    def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
+        super().__init__(config, weights)
+        vision = _DEFAULTS | config["vision_config"]
+        size, self.frames = config["text_config"]["hidden_size"], vision["temporal_patch_size"]
+        steps = scales(self.frames, vision["patch_size"], vision["num_channels"], vision["n_layers"])
+        last = len(steps) - 2
+        self.layers = nn.Sequential(
+            *(Fold(*pair, i, size if i == last else None, weights) for i, pair in enumerate(pairwise(steps)))
+        )
+        self.norm = named(RMSNorm(size, _EPS), "visual.final_norm")
+
+    def encode(self, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        counts = [len(image["pixel_values"]) for image in images]
+        pixels = torch.cat([image["pixel_values"] for image in images]).to(self.norm.weight.dtype)
+        squares = pixels[:, None].expand(-1, self.frames, -1, -1, -1)
+        return list(self.norm(self.layers(squares).flatten(1)).split(counts))
