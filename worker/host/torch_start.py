@@ -111,17 +111,17 @@ class _Postponer(MetaPathFinder, Loader):
 
     def _find_after_completion(self, name: str) -> ModuleSpec | None:
         """Import the postponed modules if the module `name` needs them. Return its spec if they imported it."""
-        if name in _NEED_NONE:
+        if name in _NEED_NONE or name in sys.modules:  # the latter is a reload
             return None
         package = sys.modules.get(name.rpartition(".")[0])
         if type(package) is _Placeholder:
             self.complete(package)
         elif name == _NEED_ALL or (name.startswith("torch.") and not _is_importing_torch()):
             self.complete()
-            if name in sys.modules:  # the import that looks for it would execute it again
-                spec = sys.modules[name].__spec__
-                spec.loader = _Imported(spec.loader)
-                return spec
+        if name in sys.modules:  # the import that looks for it would execute it again
+            spec = sys.modules[name].__spec__
+            spec.loader = _Imported(spec.loader)
+            return spec
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
