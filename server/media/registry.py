@@ -32,6 +32,7 @@ PROCESSORS: dict[str, str] = {
     "Granite4VisionForConditionalGeneration": "llava_next:Granite4VisionProcessor",
     "GraniteDoclingForConditionalGeneration": "granite_docling:GraniteDoclingProcessor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3Processor",
+    "Inkling2ForConditionalGeneration": "inkling:Inkling2Processor",
     "InklingForConditionalGeneration": "inkling:InklingProcessor",
     "InternS2PreviewForConditionalGeneration": "qwen_vl:QwenVLProcessor",
     "InternVLForConditionalGeneration": "internvl:InternVLProcessor",

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 NAMES = ["llava", "pixtral", "mistral3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4-large"]
 NAMES += ["glm4v", "glm4v_moe", "glm_ocr", "granite4_vision", "granite_docling", "lfm3_vl", "lighton_ocr"]
 NAMES += ["mistral_large4", "qianfan_ocr", "aya_vision", "cohere2_vision", "llava_next", "kimi_k25"]
-NAMES += ["minicpmv4_6", "minicpmv4_6-4x", "qwen4_exp", "inkling"]
+NAMES += ["minicpmv4_6", "minicpmv4_6-4x", "qwen4_exp", "inkling", "inkling2"]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 SMALL = {"block_size": 4, "max_model_len": "400", "max_num_seqs": 8}
 CHUNKS = {"gemma4-large": 80}  # tokens of a step, fewer than some images have unless they are computed whole

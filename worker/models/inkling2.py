@@ -1,4 +1,4 @@
-"""Inkling 2 (text): Inkling's bias by distance and convolutions with heads of bounded length, sinks and gates that
+"""Inkling 2: Inkling's bias by distance and convolutions with heads of bounded length, sinks and gates that
 depend on the token, and layers that read weighted sums of earlier blocks of layers.
 """
 

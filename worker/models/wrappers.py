@@ -54,7 +54,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "HyperCLOVAXVisionV2ForConditionalGeneration": Wrapper(),
     "Idefics3ForConditionalGeneration": Wrapper("idefics3:Idefics3Tower"),
     "InklingForConditionalGeneration": Wrapper("inkling:InklingTower", "InklingForCausalLM"),
-    "Inkling2ForConditionalGeneration": Wrapper("", "Inkling2ForCausalLM"),
+    "Inkling2ForConditionalGeneration": Wrapper("inkling2:Inkling2Tower", "Inkling2ForCausalLM"),
     "InternS2PreviewForConditionalGeneration": Wrapper("qwen3_vl:Qwen35Tower", "Qwen3_5MoeVLForCausalLM"),
     "InternVLForConditionalGeneration": Wrapper("intern_vit:InternVLTower"),
     "KimiK25ForConditionalGeneration": Wrapper("kimi_k25:KimiK25Tower"),

@@ -158,6 +158,8 @@ class Decoder(nn.Module):
 
     def keep_captured(self, max_num_tokens: int) -> None:
         """Keep the streams of `captures` at addresses that recorded passes write to."""
+        if not self.captures:
+            return
         weight = self.norm.weight
         self._kept = [weight.new_zeros(max_num_tokens, self.spec.hidden_size) for _ in self.captures]
         self.captured = list(self._kept)

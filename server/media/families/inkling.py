@@ -1,5 +1,5 @@
-"""Inkling: images keep their size and are divided into squares, each of which is a token; what is beyond the image is
-below black.
+"""Inkling 1 and 2: images keep their size and are divided into squares, each of which is a token; what is beyond the
+image is below black.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from quire.server.media.pixels import PixelReader, one_side
+from quire.server.media.pixels import CLIP_MEAN, CLIP_STD, HALF, PixelReader, one_side
 from quire.server.media.processor import ProcessedImage
 
 _BEYOND = -1.0  # the value of pixels there, of 255
@@ -22,11 +22,12 @@ class InklingProcessor:
     placeholder: ClassVar[str] = "<|unused_200054|>"
     image_token = "<|unused_200054|>"
     options: ClassVar[frozenset[str]] = frozenset()
+    mean, std = CLIP_MEAN, CLIP_STD
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
         side = preprocessor.get("size") or config["vision_config"].get("patch_size", 40)
         self.side = one_side("preprocessor_config.json: size", side)
-        self.reader = PixelReader(preprocessor, resample=Image.Resampling.LANCZOS)
+        self.reader = PixelReader(preprocessor, self.mean, self.std, Image.Resampling.LANCZOS)
         self.factor = preprocessor.get("rescale_image_frac")
         self.most = preprocessor.get("rescale_image_max_upscaled_long_edge", 2048)
 
@@ -58,4 +59,21 @@ class InklingProcessor:
         canvas[:height, :width] = np.asarray(image)
         squares = canvas.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
         pixels = np.ascontiguousarray(squares * self.reader.scale - self.reader.offset, np.float32)
-        return ProcessedImage({"pixel_values": pixels}, self.image_token, [rows * columns])
+        features = {"pixel_values": pixels, "grid": np.array([rows, columns])}
+        return ProcessedImage(features, self.image_token, [rows * columns])
+
+
+class Inkling2Processor(InklingProcessor):
+    """No square is beyond the image."""
+
+    mean, std = HALF, HALF
+
+    def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any]):
+        vision = config["vision_config"]
+        patch = vision.get("patch_size", vision.get("native_patch_size", 20))
+        merge = vision.get("spatial_merge_size", vision.get("adapter_merge_size", 2))
+        side = {"height": patch * merge, "width": patch * merge}
+        super().__init__(config, {"size": side} | preprocessor | {"rescale_image_frac": None})
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        return -(-height // self.side), -(-width // self.side)

@@ -70,6 +70,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "audio_config": {"n_mel_bins": 2},
         },
     ),
+    "inkling2": (
+        "inkling2",
+        {
+            "text_config": FAMILIES["inkling2"][1] | _WIDE | {"unpadded_vocab_size": VOCAB_SIZE},
+            "vision_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "patch_size": PATCH,
+                "posemb_grid_size": 3,
+                "projection_hidden_dim": 24,
+                "text_hidden_size": FAMILIES["inkling2"][1]["hidden_size"],
+            },
+        },
+    ),
     "lighton_ocr": (
         "lighton_ocr",
         {"text_config": _QWEN3 | _WIDE | {"model_type": "qwen3"}, "vision_config": _PIXTRAL},
@@ -163,6 +178,7 @@ _PIXELS = {"min_pixels": 64, "max_pixels": 64 * 24, "patch_size": PATCH}
 _TILES = {"size": {"height": SIDE, "width": SIDE}}
 PREPROCESSORS: dict[str, dict[str, Any]] = {
     "mistral_large4": {"size": {"longest_edge": 48}},
+    "inkling2": {"size": {"height": 2 * PATCH, "width": 2 * PATCH}},
     "inkling": {"size": {"height": 2 * PATCH, "width": 2 * PATCH}},
     "lighton_ocr": {"size": {"longest_edge": 48}},
     "lfm3_vl": _PIXELS,

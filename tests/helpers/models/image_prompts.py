@@ -155,6 +155,9 @@ def _inputs(name: str, images: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         return _ocr(name, images)
     if name == "lfm2_vl":
         return _lfm2_vl(images)
+    if name == "inkling2":
+        grids = [torch.tensor([1, *image["grid"].tolist()]) for image in images]
+        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(grids)}
     if name == "inkling":  # each square is shown in two frames
         return {"pixel_values": torch.cat(pixels)[:, None].expand(-1, 2, -1, -1, -1)}
     if name == "llava":

@@ -17,7 +17,7 @@ from PIL import Image
 
 from quire.server.media.families.aya_vision import AyaVisionProcessor, Cohere2VisionProcessor
 from quire.server.media.families.granite_docling import GraniteDoclingProcessor
-from quire.server.media.families.inkling import InklingProcessor
+from quire.server.media.families.inkling import Inkling2Processor, InklingProcessor
 from quire.server.media.families.kimi_k25 import KimiK25Processor
 from quire.server.media.families.llava_next import Granite4VisionProcessor, LlavaNextProcessor
 from quire.server.media.families.minicpmv import MiniCPMVProcessor
@@ -48,18 +48,22 @@ def pil(model: str, prefix: str, **options: Any) -> Any:
     return transformers_class(model, "image_processing_pil", f"{prefix}ImageProcessorPil")(**options)
 
 
+@pytest.mark.parametrize(
+    ("make", "beyond", "mean", "std"),
+    [(InklingProcessor, 1, CLIP_MEAN, CLIP_STD), (Inkling2Processor, 0, (0.5,) * 3, (0.5,) * 3)],
+)
 @SOME
 @given(image=IMAGES)
-def test_inkling(image):
+def test_inkling(make, beyond, mean, std, image):
     """Against a loop over the squares, as transformers' processor (which needs torchvision) makes them."""
     pixels, expected = np.asarray(image, np.float32), []
     for top in range(0, image.height, SIDE):
-        for left in range(0, image.width + 1, SIDE):
+        for left in range(0, image.width + beyond, SIDE):
             square = np.full((SIDE, SIDE, 3), -1.0)
             found = pixels[top : top + SIDE, left : left + SIDE]
             square[: found.shape[0], : found.shape[1]] = found
-            expected.append((square / 255 - CLIP_MEAN) / CLIP_STD)
-    (found,) = InklingProcessor({"vision_config": VISION}, SQUARE)([image], {})
+            expected.append((square / 255 - mean) / std)
+    (found,) = make({"vision_config": VISION}, SQUARE)([image], {})
     assert found.counts == [len(expected)]
     np.testing.assert_allclose(found.features["pixel_values"], expected, atol=1e-5)
 

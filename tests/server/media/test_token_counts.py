@@ -12,7 +12,7 @@ from quire.server.media.families.deepseek_ocr import DeepseekOCR2Processor, Deep
 from quire.server.media.families.gemma import Gemma3Processor, Gemma4Processor
 from quire.server.media.families.granite_docling import GraniteDoclingProcessor
 from quire.server.media.families.idefics3 import Idefics3Processor
-from quire.server.media.families.inkling import InklingProcessor
+from quire.server.media.families.inkling import Inkling2Processor, InklingProcessor
 from quire.server.media.families.internvl import InternVLProcessor
 from quire.server.media.families.kimi_k25 import KimiK25Processor
 from quire.server.media.families.lfm2_vl import Lfm2VLProcessor
@@ -62,6 +62,7 @@ FAMILIES = {
         [{}, {"max_slice_nums": 3}, {"detail": "low"}],
     ),
     "inkling": (InklingProcessor(CONFIG, {"size": {"height": 28, "width": 28}, "rescale_image_frac": 1.5}), [{}]),
+    "inkling2": (Inkling2Processor(CONFIG, SQUARE), [{}]),
     "lfm3": (Lfm3VLProcessor(CONFIG, {"patch_size": 7}), [{}, {"max_pixels": 5000}]),
     "docling": (
         GraniteDoclingProcessor(CONFIG, SQUARE),
