@@ -125,7 +125,7 @@ class PackedLinear(_NativeLinear):
             self.packed, self.paths = self.compact.data, (0, 3)
             return self._bind(self.lib.quire_gemm_run_compact, byref(self.compact.args), bias)
         n, k = weight.shape
-        self.packed = huge_pages.zeros(self.columns * (-(-k // 32) * 32), dtype=torch.bfloat16)
+        self.packed = huge_pages.lasting(self.columns * (-(-k // 32) * 32), dtype=torch.bfloat16)
         self.lib.quire_gemm_pack(weight.data_ptr(), weight.stride(0), self.packed.data_ptr(), n, k, GATED[gated])
         self._bind(self.lib.quire_gemm_run, self.packed.data_ptr(), bias)
 
@@ -175,6 +175,7 @@ class _Compact:
         if count < 0:
             return None
         self.exceptions = self.exceptions[: count + 1].clone()
+        self.data = huge_pages.lasting(len(self.data), dtype=torch.uint16).copy_(self.data)
         self.args = CompactArgs(
             self.data.data_ptr(),
             self.exceptions.data_ptr(),
@@ -255,13 +256,13 @@ class QuantizedLinear(_NativeLinear):
                 f"group size {group} is not supported: 32, 64, 128, a multiple of 256, or -1 for one scale per row"
             )
         groups = -(-steps * 64 // self.group)
-        self.packed = huge_pages.zeros(self.columns * steps * 8 * kind.bits, dtype=torch.uint8)
+        self.packed = huge_pages.lasting(self.columns * steps * 8 * kind.bits, dtype=torch.uint8)
         if kind.scale_bytes:
             size, scale_type = self.columns // 32 * -(-steps * 64 // kind.per) * kind.scale_bytes, torch.uint8
         else:
             size = self.columns * groups
-        self.scales = torch.zeros(size, dtype=scale_type)
-        self.offsets = torch.zeros_like(self.scales) if has_offsets else None
+        self.scales = huge_pages.lasting(size, dtype=scale_type)
+        self.offsets = huge_pages.lasting(size, dtype=scale_type) if has_offsets else None
         self._args = QuantArgs(
             self.packed.data_ptr(),
             self.scales.data_ptr(),

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from math import prod
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -34,6 +35,38 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     start = -tensor.data_ptr() % PAGE
     platforms.advise_huge_pages(memory, start, size // PAGE * PAGE)
     return tensor[start : start + size].view(dtype).view(shape)
+
+
+class _Shared:
+    """The memory of small tensors: a chunk at a time, freed with the last of its tensors."""
+
+    CHUNK = 16 * PAGE
+    LARGEST = 4 * PAGE  # of a tensor; what is left of a chunk is lost
+
+    def __init__(self) -> None:
+        self._lock, self._left = Lock(), torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return `size` bytes, which begin on a cache line."""
+        whole = -(-size // 64) * 64
+        with self._lock:
+            if whole > len(self._left):
+                self._left = zeros(self.CHUNK, dtype=torch.uint8)
+            taken, self._left = self._left[:size], self._left[whole:]
+        return taken
+
+
+_shared = _Shared()
+
+
+def lasting(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate as `zeros` does, for a tensor that is kept as long as others made at that time, e.g. a packed weight:
+    small ones share huge pages.
+    """
+    size = prod(shape) * dtype.itemsize
+    if size > _Shared.LARGEST:
+        return zeros(*shape, dtype=dtype)
+    return _shared.take(size).view(dtype).view(shape)
 
 
 def well_placed(

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,3 +219,29 @@ def resident_of(path) -> int:
         elif ours and line.startswith("Rss:"):
             size += int(line.split()[1]) << 10
     return size
+
+
+def test_lasting_tensors_are_zero_and_apart():
+    """Sizes and types mixed, from several threads; large ones have memory of their own."""
+    sizes = [1, 63, 64, 4097, MIB, 3 * MIB + 5, 9 * MIB] * 8
+    dtypes = [torch.uint8, torch.bfloat16, torch.float32]
+
+    def make(i: int) -> torch.Tensor:
+        tensor = huge_pages.lasting(sizes[i], dtype=dtypes[i % 3])
+        assert not tensor.any() and tensor.data_ptr() % 64 == 0
+        return tensor.fill_(i)
+
+    with ThreadPoolExecutor(4) as pool:
+        tensors = list(pool.map(make, range(len(sizes))))
+    for i, tensor in enumerate(tensors):
+        assert tensor.shape == (sizes[i],) and (tensor == i).all()
+
+
+def test_a_chunk_of_lasting_tensors_is_freed_with_the_last():
+    gc.collect()
+    before = _resident()
+    tensors = [huge_pages.lasting(MIB, dtype=torch.uint8).fill_(1) for _ in range(128)]
+    assert _resident() - before > 120 * MIB
+    del tensors
+    gc.collect()
+    assert _resident() - before < 40 * MIB  # the chunk of the next tensors
