@@ -241,7 +241,7 @@ def test_a_chunk_of_lasting_tensors_is_freed_with_the_last():
     gc.collect()
     before = _resident()
     tensors = [huge_pages.lasting(MIB, dtype=torch.uint8).fill_(1) for _ in range(128)]
-    assert _resident() - before > 120 * MIB
+    assert _resident() - before > 90 * MIB  # some began in a chunk that may have been resident
     del tensors
     gc.collect()
     assert _resident() - before < 40 * MIB  # the chunk of the next tensors
