@@ -139,9 +139,9 @@ class LatentAttention(Attention):
         if (others := choosing.others(attn, self.cache_group)) is not None:
             tokens, meta = others
             out[tokens] = self._attend_in_parts(q_nope[tokens], q_pe[tokens], w_k, w_v, meta)
-        some = 1 if choosing.one_by_one else tokens_at_once(self.k_cache, choosing.top, q_nope.element_size())
         for piece in choosing.pieces:
-            rows = piece.tokens.flatten()
+            fitting = tokens_at_once(piece, self.k_cache, self.num_heads, q_nope.element_size())
+            rows, some = piece.tokens.flatten(), 1 if choosing.one_by_one else fitting
             for mine in torch.arange(len(rows), device=rows.device).split(some):
                 chosen = rows[mine]
                 q = torch.cat((self.to_latents(q_nope[chosen], w_k.transpose(1, 2)), q_pe[chosen]), -1)

@@ -72,7 +72,8 @@ def attend_to_blocks(
 
 def tokens_at_once(attn: Attention, top: int, itemsize: int) -> int:
     """Return the number of tokens whose chosen keys and values fit into the memory for them."""
-    return max(1, GATHERED_BYTES // (top * attn.num_kv_heads * (attn.head_dim + attn.v_head_dim) * itemsize))
+    each = top * attn.num_kv_heads * (attn.head_dim + attn.v_head_dim) * itemsize
+    return max(1, GATHERED_BYTES[attn.k_cache.device.type] // each)
 
 
 def _gather(cache: KVCache, blocks: torch.Tensor, offsets: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:

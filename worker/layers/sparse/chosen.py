@@ -22,8 +22,13 @@ from quire.worker.layers.attention import Attention
 from quire.worker.layers.views import to_device
 from quire.worker.spec.cache import Compressed
 
-_SCORES = 1 << 24  # maximum number of scores that exist at a time
-GATHERED_BYTES = 1 << 26  # maximum bytes of the latents, or keys and values, of a piece of tokens
+# Maximum number of an index's scores that exist at a time, and maximum bytes of latents, or keys and values, of some
+# tokens. On a CPU they stay in its caches, and the allocator keeps the memory: new pages cost more than the products.
+_SCORES = {"cpu": 1 << 20, "cuda": 1 << 24}
+GATHERED_BYTES = {"cpu": 1 << 23, "cuda": 1 << 26}
+# Tokens of one request multiply with all its keys, up to so many times `top`, and hide those that they have not chosen:
+# one large product takes less time than gathering the keys of each token.
+_MOST_HIDDEN = 4
 
 
 class IndexKeys(Attention):
@@ -80,14 +85,14 @@ class ChoosingStep:
         ones = sorted((i for i, count in enumerate(self._choosing) if count == 1), key=lambda i: -self._lengths[i])
         while ones:
             longest = self._lengths[ones[0]]
-            number = 1 if self.one_by_one else max(1, _SCORES // (num_heads * longest))
+            number = 1 if self.one_by_one else max(1, _SCORES[device.type] // (num_heads * longest))
             some, ones = ones[:number], ones[number:]
             rows = [some, [self._starts[i + 1] - 1 for i in some], [self._lengths[i] - 1 for i in some]]
             requests, tokens, positions = to_device(rows, torch.int64, device)
             yield Piece(requests, tokens[:, None], positions[:, None], longest)
         for i, count in enumerate(self._choosing):
             end, length = self._starts[i + 1], self._lengths[i]
-            number = 1 if self.one_by_one else max(1, _SCORES // length)
+            number = 1 if self.one_by_one else max(1, _SCORES[device.type] // length)
             for left in range(count if count > 1 else 0, 0, -number):
                 after = max(0, left - number)
                 back = torch.arange(left, after, -1, device=device)[None]  # from the last token of the request
@@ -162,26 +167,68 @@ def attend_to_chosen(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the attended latents `[S, H, rank]` of q `[S, H, W]`, queries number `tokens` `[S]` of a piece."""
-    number = piece.tokens.shape[1]
-    keys, size = piece.keys.flatten(0, 1)[tokens], cache.shape[1]
-    absent, keys = keys < 0, keys.clamp(min=0)
-    blocks = meta.block_table[piece.requests[tokens // number][:, None], keys // size].long()
+    keys = piece.keys.flatten(0, 1)[tokens]  # [S, K]
+    if _hides(piece):
+        return _attend_to_all_but_hidden(q, cache, keys, piece, meta, rank, scale, sinks)
+    size, absent, keys = cache.shape[1], keys < 0, keys.clamp(min=0)
+    blocks = meta.block_table[piece.requests[tokens // piece.tokens.shape[1]][:, None], keys // size].long()
     latents = gather(cache, blocks, keys % size).to(q.dtype)  # [S, K, W]
-    scores = (torch.bmm(q, latents.transpose(1, 2)) * scale).float().masked_fill_(absent[:, None], -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[None, :, None].expand(len(q), -1, 1)], -1)
-    weights = scores.softmax(-1)[..., : keys.shape[1]].to(q.dtype)
-    return torch.bmm(weights, latents[..., :rank])
+    scores = torch.bmm(q, latents.transpose(1, 2)) * scale
+    weights = _softmax(scores.float().masked_fill_(absent[:, None], -torch.inf), sinks)
+    # also the entries behind the rank: rows that do not follow each other are multiplied five times slower
+    return torch.bmm(weights.to(q.dtype), latents)[..., :rank]
 
 
-def tokens_at_once(cache: KVCache, top: int, itemsize: int) -> int:
-    """Return the number of tokens whose chosen latents fit into the memory for them."""
-    return max(1, GATHERED_BYTES // (top * cache.shape[-1] * itemsize))
+def _hides(piece: Piece) -> bool:
+    """Return whether tokens multiply with keys that they have not chosen: a token alone never does, so that its bits
+    do not depend on the number of its request's keys.
+    """
+    return piece.tokens.shape[1] > 1 and piece.longest <= _MOST_HIDDEN * piece.keys.shape[-1]
+
+
+def _attend_to_all_but_hidden(
+    q: torch.Tensor,
+    cache: KVCache,
+    keys: torch.Tensor,
+    piece: Piece,
+    meta: AttentionMetadata,
+    rank: int,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    size, positions = cache.shape[1], torch.arange(piece.longest, device=q.device)
+    latents = gather(cache, meta.block_table[piece.requests[0], positions // size].long(), positions % size).to(q.dtype)
+    hidden = torch.ones(len(q), piece.longest + 1, dtype=torch.bool, device=q.device)
+    hidden = hidden.scatter_(1, keys.where(keys >= 0, piece.longest), False)[:, :-1]
+    scores = (q.flatten(0, 1) @ latents.T * scale).view(*q.shape[:2], -1)
+    weights = _softmax(scores.float().masked_fill_(hidden[:, None], -torch.inf), sinks)
+    return (weights.to(q.dtype).flatten(0, 1) @ latents).view(q.shape)[..., :rank]
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the weights of scores `[S, H, K]` next to those of sinks `[H]`, all float32."""
+    if sinks is None:
+        return scores.softmax(-1)
+    count = scores.shape[-1]
+    scores = torch.cat([scores, sinks.float()[None, :, None].expand(len(scores), -1, 1)], -1)
+    return scores.softmax(-1)[..., :count]
+
+
+def tokens_at_once(piece: Piece, cache: KVCache, num_heads: int, itemsize: int) -> int:
+    """Return the number of tokens of a piece whose latents, or scores, fit into the memory for them."""
+    each = piece.longest * num_heads * 4 if _hides(piece) else piece.keys.shape[-1] * cache.shape[-1] * itemsize
+    return max(1, GATHERED_BYTES[piece.tokens.device.type] // each)
 
 
 def gather(cache: KVCache, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return the entries `[..., width]` at `blocks` and `offsets` of a cache with one head; float32 if in 8 bits."""
     if isinstance(cache, torch.Tensor):
-        return cache[blocks, offsets, 0]
+        num_blocks, size, _, width = cache.shape
+        if cache.stride(0) % width or cache.stride(1) != width:
+            return cache[blocks, offsets, 0]
+        step = cache.stride(0) // width  # whole rows are copied, not entry by entry
+        rows = cache.as_strided(((num_blocks - 1) * step + size, width), (width, 1))
+        numbers = blocks * step + offsets
+        return rows.index_select(0, numbers.flatten()).view(*numbers.shape, width)
     values = as_bytes(cache.values)[blocks, offsets, 0].view(cache.values.dtype)
     return cache.widened(values, cache.scales[blocks, offsets, 0])

@@ -94,8 +94,8 @@ class Case:
 @pytest.mark.parametrize("bound", [1 << 24, 200])
 def test_results_do_not_depend_on_the_steps(steps, bound, monkeypatch):
     """Nor on the number of pieces. The blocks hold anything behind the tokens."""
-    monkeypatch.setattr(chosen, "_SCORES", bound)
-    monkeypatch.setattr(chosen, "GATHERED_BYTES", bound << 2)
+    monkeypatch.setitem(chosen._SCORES, "cpu", bound)
+    monkeypatch.setitem(chosen.GATHERED_BYTES, "cpu", bound << 2)
     case, done, got = Case(), 0, []
     for count in steps:
         got.append(case.step(done, count))
