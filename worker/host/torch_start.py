@@ -81,6 +81,8 @@ class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_ATTRIBUTES:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if (submodule := f"{self.__name__}.{name}") in POSTPONED and _POSTPONER.postpones:
+            return importlib.import_module(submodule)
         _POSTPONER.complete(self)
         if type(self) is _Placeholder:  # this thread executes it, and comes back in a circle of imports
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} yet")
@@ -96,8 +98,13 @@ class _Postponer(MetaPathFinder, Loader):
         self._loaders: dict[str, Loader] = {}  # of modules whose execution has not begun
         self._completing = False
 
+    @property
+    def postpones(self) -> bool:
+        """Return whether an import of a POSTPONED module makes a placeholder."""
+        return not self._completing
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name in POSTPONED and not self._completing:
+        if name in POSTPONED and self.postpones:
             spec = PathFinder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
                 self._loaders[name], spec.loader = spec.loader, self

@@ -48,6 +48,7 @@ _USES = {
     "from torch.utils.data import TensorDataset; len(TensorDataset(torch.ones(3)))": 3,
     "from torch.fx.node import Node; import torch.fx; Node is torch.fx.Node": True,
     "from unittest.case import SkipTest; import unittest; SkipTest is unittest.SkipTest": True,
+    "from unittest import mock; type(mock).__name__": "_Placeholder",  # torch 2.11 has this import
     "from torch.distributions.normal import Normal as N; N is torch.distributions.Normal": True,
     "from torch.fx import symbolic_trace; len(symbolic_trace(nn.ReLU()).graph.nodes)": 3,
     "from torch.library import Library; Library('a_test', 'DEF').define('f(Tensor x) -> Tensor')": "f",
