@@ -41,7 +41,7 @@ class Number(NamedTuple):
 
     def fits(self, value: Any) -> bool:
         if self.per_layer and isinstance(value, list):
-            return len(value) <= MAX_LAYERS and all(self._fits(entry) for entry in value)
+            return 0 < len(value) <= MAX_LAYERS and all(self._fits(entry) for entry in value)
         return self._fits(value)
 
     def _fits(self, value: Any) -> bool:

@@ -529,7 +529,7 @@ def test_all_architectures_are_tested():
     tested |= {"qwen2", "qwen3", "llama"}  # tests/checkpoints/test_gguf.py
     tested |= {"deepseek", "deepseek2-ocr"}
     tested |= {"plamo2", "plamo3"}  # tests/checkpoints/test_gguf_plamo.py
-    tested |= {"glm5-next", "minimax-01"}  # tests/checkpoints/test_gguf_states.py
+    tested |= {"glm5-next", "minimax-01", "step35"}  # tests/checkpoints/test_gguf_states.py
     assert ARCHITECTURES.keys() - tested == {"bert", "gemma-embedding", "modern-bert", "nomic-bert"}  # encoders
 
 
