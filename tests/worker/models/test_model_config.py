@@ -129,7 +129,7 @@ WITH_DEFAULTS = sorted(DECODERS.keys() - WITHOUT_DEFAULTS)
 
 # GLM-4V has no such config; each of Whisper's layers is two (test_whisper.py compares it)
 # MiMo's and Inkling's layers differ in their KV heads, those of DeepSeek V4 have two kinds of keys (test_families.py);
-# the vocabulary of Inkling 2 is read without its padding
+# the vocabulary of Inkling 2 is read without its padding; the index of Qwen4-Exp has no default sizes
 _ELSEWHERE = {
     "DeepseekV4ForCausalLM",
     "Glm4vMoeForCausalLM",
@@ -137,6 +137,7 @@ _ELSEWHERE = {
     "InklingForCausalLM",
     "MiMoV2FlashForCausalLM",
     "MiMoV2ForCausalLM",
+    "Qwen4ExpVLForCausalLM",
     "WhisperForCausalLM",
 }
 
