@@ -33,7 +33,7 @@ from quire.configs.config import Config
 from quire.configs.sockets import bind
 from quire.configs.stacks import STACKS_FOLDER
 from quire.engine.executor.base import OF_ALL, Executor, Pending, ReportProgress, first_reason
-from quire.engine.executor.nodes import RemoteRanks, join, use_interface
+from quire.engine.executor.nodes import RemoteRanks, exit_with, join, use_interface
 from quire.engine.process import RENDEZVOUS, die_with_parent, dump_stacks_on, no_collection, start_logging
 from quire.worker.host import torch_start
 from quire.worker.messages import StepInput, StepOutput, WorkerReady
@@ -251,6 +251,7 @@ def remote_main(config: Config, rank: int, joined: Event) -> None:
         logger.error("the first node refuses rank %d: %s", rank, error)
         os._exit(REFUSED)
     joined.set()
+    exit_with(pipe)
     parallel = config.parallel
     answers = rank == parallel.world_size - parallel.tensor_parallel_size
     _run(MultiprocExecutor.worker_class, config, Place(rank, parallel.world_size, init_method, answers), pipe)

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 RETRY = 1.0  # seconds between attempts to reach the first node
 ACCEPT_TIMEOUT = 0.5  # seconds between checks that this node's own ranks live
 REMIND = 30.0  # seconds between lines that name the missing nodes
+LAST_CALLS = 1.0  # seconds that a rank has for what it received before its connection ended
 _SIOCGIFADDR = 0x8915
 _MAX_HELLO = 1 << 20  # bytes
 _ENDS = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR  # events of a connection that has ended
@@ -79,10 +80,12 @@ def use_interface(address: str) -> None:
             os.environ.setdefault(variable, name)
 
 
-def _has_ended(pipe: Connection) -> bool:
+def _wait_for_end(pipes: Iterable[Connection], milliseconds: int | None = None) -> bool:
+    """Wait until one of the connections has ended; return whether one has. Reads nothing."""
     poller = select.poll()
-    poller.register(pipe.fileno(), _ENDS)
-    return bool(poller.poll(0))
+    for pipe in pipes:
+        poller.register(pipe.fileno(), _ENDS)
+    return bool(poller.poll(milliseconds))
 
 
 # ---- the first node
@@ -157,7 +160,7 @@ class RemoteRanks:
         """Answer a rank, and keep its connection. Raises ConnectionError if the rank has to try again."""
         config = msgspec.msgpack.encode(replace(self._config, server=ServerConfig()))
         with self._mutex:
-            if not self._missing or (rank in self.pipes and not _has_ended(self.pipes[rank])):
+            if not self._missing or (rank in self.pipes and not _wait_for_end([self.pipes[rank]], 0)):
                 raise ConnectionError(f"rank {rank} has joined already")
             pipe.send_bytes(msgspec.msgpack.encode(Joined("", init_method, config)))
             limit_wait(joined, 0)
@@ -175,10 +178,7 @@ class RemoteRanks:
 
     def _watch(self) -> None:
         """Make the end of a connection wake an idle engine."""
-        poller = select.poll()
-        for pipe in self.pipes.values():
-            poller.register(pipe.fileno(), _ENDS)
-        poller.poll()
+        _wait_for_end(self.pipes.values())
         os.write(self._gone_writer, b"x")
 
     @property
@@ -214,3 +214,16 @@ def join(config: Config, rank: int) -> tuple[Config, str, Connection]:
         found = msgspec.msgpack.decode(joined.config, type=Config)
         model = replace(found.model, model=config.model.model)
         return replace(found, model=model, device=config.device, server=config.server), joined.init_method, pipe
+
+
+def exit_with(pipe: Connection) -> None:
+    """Let this process exit once its connection to the first node has ended, also within a collective: after a cut
+    cable it may wait for ever for a rank that was killed meanwhile.
+    """
+
+    def watch() -> None:
+        _wait_for_end([pipe])
+        time.sleep(LAST_CALLS)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="first-node", daemon=True).start()

@@ -25,7 +25,7 @@ from tests.helpers.server.running import poll
 pytestmark = pytest.mark.slow
 STEP_TIMEOUT = 30
 LIMIT = 8 + STEP_TIMEOUT + 30  # seconds: silence, the wait for the machine, the restart on a loaded machine
-LONG = 300  # tokens: some seconds
+LONG = 900  # tokens: longer than it takes to lose a machine
 BODY = {"prompt": [5, 6, 7, 8, 9] * 4, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
 

@@ -1,20 +1,24 @@
-"""Ranks of other machines join the first node. All of them are threads of this process."""
+"""Ranks of other machines join the first node. Most of them are threads of this process."""
 
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import socket
 import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import wait
 
 import pytest
 
 from quire.cli.bench.process import free_port
 from quire.configs.config import Config
 from quire.engine.executor import nodes
+from quire.engine.executor.multiproc import MultiprocExecutor, remote_main
 from tests.helpers.server.running import poll
 
 
@@ -104,6 +108,37 @@ def test_a_connection_that_is_gone_does_not_join(config, caplog):
     theirs.close()
     ranks._arrivals.start(functools.partial(ranks._admit, "tcp://127.0.0.1:1"), ours, "10.0.0.9")
     poll(lambda: "a connection from 10.0.0.9 does not join" in caplog.text and ours.fileno() == -1, 5)
+
+
+class Stuck:
+    """A worker that waits for another rank for ever."""
+
+    def __init__(self, *arguments, **where):
+        threading.Event().wait()
+
+
+def run_stuck(config: Config, rank: int, joined) -> None:
+    MultiprocExecutor.worker_class = f"{__name__}:Stuck"
+    remote_main(config, rank, joined)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_another_ends_with_its_connection(config):
+    ranks, thread = meeting(config)
+    context = multiprocessing.get_context("spawn")
+    joined = context.Event()
+    processes = [context.Process(target=run_stuck, args=(config, rank, joined)) for rank in (1, 2)]
+    try:
+        for process in processes:
+            process.start()
+        thread.join(30)
+        assert joined.wait(10) and not wait([process.sentinel for process in processes], 2)
+        with socket.socket(fileno=os.dup(ranks.pipes[1].fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+        assert wait([process.sentinel for process in processes], 30) == [processes[0].sentinel]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @pytest.mark.parametrize(
