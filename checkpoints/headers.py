@@ -62,12 +62,11 @@ def are_complete(folder: str) -> bool:
 
 
 def with_headers(folder: str, model: str, revision: str | None, target: Path) -> str:
-    """Return a folder below `target` like the downloaded one, with the small files of `folder` and the headers of the
-    weights.
+    """Return a folder below `target` like the downloaded one, with the small files and the folders of `folder` and the
+    headers of the weights.
     """
     for path in Path(folder).iterdir():
-        if path.is_file():
-            os.symlink(path.resolve(), target / path.name)
+        os.symlink(path.resolve(), target / path.name)
     files = [HubFile(model, name, revision) for name in _weight_files(Path(folder))]
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lambda file: file.copy_header(target / file.name, _safetensors_length), files))

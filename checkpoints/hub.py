@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.jsonl"]
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "*.gguf"]  # for LoRA
+TASK_FILES = ["config.json", *(f"adapters/{name}" for name in ("*.json", "*.safetensors"))]
 MODEL_FILES = [*TOKENIZER_FILES, "*.safetensors"]
 # other precisions and formats of the same weights; folders like 1_Pooling are modules of sentence-transformers
 UNUSED_FILES = ["[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt", "consolidated*"]
@@ -211,6 +212,20 @@ def adapter_folder(path: str, download_dir: str | None = None) -> str:
         return hub.snapshot_download(path, cache_dir=download_dir, allow_patterns=ADAPTER_FILES)
     except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
         raise ValueError(_explain(error, path, None).removeprefix("model: ")) from error
+
+
+def task_folder(model: str, revision: str | None, download_dir: str | None) -> str:
+    """Return the folder with config.json and the adapters of a model of the Hub, downloaded if needed. Blocks. Raises
+    ValueError.
+    """
+    import huggingface_hub as hub
+
+    try:
+        return hub.snapshot_download(
+            names.located(model), revision=revision, cache_dir=download_dir, allow_patterns=TASK_FILES
+        )
+    except Exception as error:  # from huggingface_hub, its HTTP client, or the disk
+        raise ValueError(_explain(error, model, revision)) from error
 
 
 def resolve_headers(model: str, *, revision: str | None, download_dir: str | None, target: str) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ TRANSFORMER_FILES = tuple(
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 # families whose embedding models are Matryoshka-trained, but whose files do not say so
-_SHORTENED_FAMILIES = ("qwen3", "gemma3_text", "nomic_bert")
+_SHORTENED_FAMILIES = ("qwen3", "gemma3_text", "jina_embeddings_v5", "nomic_bert")
 
 
 @dataclass(frozen=True, slots=True)

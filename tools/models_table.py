@@ -70,7 +70,7 @@ Nomic embedders), or `--matryoshka`.
 """
 _REFUSED = """Models that keep their state elsewhere (xLSTM, RecurrentGemma,
 RWKV) or attend outside transformers' interface (BLOOM, GPT-J) are refused.
-92 of the 95 recipes for text that vLLM gained since February 2026 are served (`python -m tools.recipes`).
+93 of the 95 recipes for text that vLLM gained since February 2026 are served (`python -m tools.recipes`).
 """
 
 

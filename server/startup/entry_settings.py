@@ -14,12 +14,18 @@ from quire.checkpoints.library.entries import Entry
 from quire.checkpoints.reading import read_object
 from quire.configs.config import Config
 from quire.server.startup.model_names import served_names
+from quire.server.startup.task_adapters import task_modules
 
 logger = logging.getLogger("quire")
 
 
 def with_entry(config: Config) -> Config:
-    """Return the settings with those that the model's name adds; a setting that was given stays. Raises ValueError."""
+    """Return the settings with those that the model's name adds, and its adapters for tasks; a setting that was given
+    stays. Raises ValueError.
+    """
+    options = config.model
+    if tasks := task_modules(options.model, options.revision, options.download_dir):
+        config = replace(config, lora=replace(config.lora, lora_modules=[*config.lora.lora_modules, *tasks]))
     if (entry := entry_of(config.model.model)) is None:
         return config
     if entry.adapters:

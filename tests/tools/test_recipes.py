@@ -29,11 +29,11 @@ def test_each_key_names_an_architecture_or_a_type_of_transformers():
         ("NemotronHForCausalLM", True, "NemotronHForCausalLM"),
         ("Qwen3_5ForConditionalGeneration qwen3_5_text", True, "Qwen3_5ForConditionalGeneration"),
         ("KimiK25ForConditionalGeneration kimi_k2", True, "KimiK25ForConditionalGeneration"),
-    ("Exaone4_5_ForConditionalGeneration exaone4", True, "text only"),
+        ("Exaone4_5_ForConditionalGeneration exaone4", True, "text only"),
         ("Lfm2VlForConditionalGeneration rwkv", False, "with a text part of model_type 'rwkv' is not supported"),
         ("InternS2PreviewForConditionalGeneration", True, "InternS2PreviewForConditionalGeneration"),
         ("GlmMoeDsaForCausalLM", True, "GlmMoeDsaForCausalLM"),
-        ("JinaEmbeddingsV5Model", False, "JinaEmbeddingsV5Model: transformers has no implementation"),
+        ("JinaEmbeddingsV5Model", True, "JinaEmbeddingsV5Model"),
     ],
 )
 def test_whether_and_how(kind, served, how):

@@ -163,7 +163,7 @@ WRAPPED = {
     "WhisperForCausalLM": "whisper:Whisper",
 }
 # names of decoders without an output head that do not follow from the others
-BARE = {"Gemma3TextModel": "gemma:Gemma3"}
+BARE = {"Gemma3TextModel": "gemma:Gemma3", "JinaEmbeddingsV5Model": "qwen3:JinaEmbeddingsV5"}
 # a decoder may also come without its output head (embedding models), or with a classifier in its place
 MODELS = {
     name.replace("ForCausalLM", suffix): cls
@@ -175,12 +175,10 @@ MODELS = {
 DRAFTING = {"LlamaForCausalLMEagle3": "eagle3:LlamaEagle3"}
 
 # architectures that are known, but not served -> why
-_NO_REFERENCE = "transformers has no implementation of it that ours could be compared with"
 REFUSED = {
     "DiffusionGemmaForBlockDiffusion": "it fills a block of tokens in several passes, and quire generates one by one",
     "InklingForCausalLM": "only files with its encoders, as published, are read",
-    "JinaEmbeddingsV5Model": _NO_REFERENCE,
-    "KimiK3ForConditionalGeneration": _NO_REFERENCE,
+    "KimiK3ForConditionalGeneration": "transformers has no implementation of it that ours could be compared with",
 } | dict.fromkeys(DRAFTING, "it drafts for another model; serve that one with --speculative-config")
 
 
