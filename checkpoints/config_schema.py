@@ -96,6 +96,25 @@ KEYS: dict[str, Rule] = {
     "attn_logit_softcapping": _FACTOR,
 }
 
+# for numbers of encoders, whose keys differ by family: by the end of the key; modules and tables are built from them
+_ENCODERS = ("vision_config", "audio_config")
+_ENDS: dict[str, Rule] = {
+    "layers": Whole(0, MAX_LAYERS),
+    "depth": Whole(0, MAX_LAYERS),
+    "patch_size": Whole(1, 1 << 12),
+    "merge_size": Whole(1, 1 << 10),
+    "heads": Whole(1, 1 << 14),
+    "image_size": Whole(1, 1 << 14),
+    "scale_factor": Whole(1, 1 << 10),
+    "hidden_size": Whole(1, 1 << 16),
+    "kernel_size": Whole(1, 1 << 10),
+    "_size": Whole(-1, 1 << 20),
+    "_dim": Whole(0, 1 << 16),
+    "channels": Whole(1, 1 << 20),
+    "positions": Whole(0, 1 << 20),
+    "embeddings": Whole(0, 1 << 20),
+}
+
 
 def unwrapped(raw: dict[str, Any]) -> dict[str, Any]:
     """Return a parsed config.json with the parts of its thinker (Qwen3-ASR, Qwen-Omni) at the top level."""
@@ -115,6 +134,22 @@ def check_config(raw: Mapping[str, Any], path: Path) -> None:
             rule = KEYS.get(key)
             if rule is not None and value is not None and not rule.fits(value):
                 raise ValueError(f"{path}: {part}{key} must be {rule}, not {printable(value)}")
+    for name in _ENCODERS:
+        _check_encoder(raw.get(name), name, path)
+
+
+def _check_encoder(value: Any, place: str, path: Path) -> None:
+    """Raise ValueError for the first whole number below `value`, an encoder's, that is out of range."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_encoder(inner, f"{place}.{key}", path)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_encoder(inner, place, path)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        rule = next((rule for end, rule in _ENDS.items() if place.endswith(end)), None)
+        if rule is not None and not rule.fits(value):
+            raise ValueError(f"{path}: {place} must be {rule}, not {printable(value)}")
 
 
 def _check_depth(raw: Any, path: Path) -> None:

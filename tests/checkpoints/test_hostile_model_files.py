@@ -5,16 +5,19 @@ folder.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import resource
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -22,11 +25,12 @@ from safetensors.torch import save_file
 from quire.checkpoints.safetensors import read_header, read_index, weight_names
 from quire.checkpoints.weight_summary import weight_summary
 from quire.server.text.tokenizer import Tokenizer
-from quire.worker.models.registry import read_model_spec
+from quire.worker.models.registry import WRAPPERS, build_model, read_model_spec
 from quire.worker.transformer.pooling import read_pooling
 from quire.worker.weights.checkpoint import Checkpoint
 from tests.helpers.models.checkpoints import build_tokenizer
 from tests.helpers.models.embedders import write_modules
+from tools import model_types
 
 CONFIGS = json.loads(Path(__file__).parents[1].joinpath("worker", "models", "hub_configs.json").read_text())
 LIMITS = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
@@ -119,6 +123,50 @@ def test_the_key_is_named(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(raw))
         with pytest.raises(ValueError, match=rf"config\.json: {key} must be "):
             read_model_spec(str(tmp_path))
+
+
+# types with an encoder -> keys that their default configurations lack
+SEEING = {
+    "glm_ocr": {}, "granite_docling": {}, "inkling2": {}, "kimi_k25": {}, "lfm3_vl": {}, "qwen3_vl": {},
+    "minicpmv4_6": {"image_token_id": 5},
+}  # fmt: skip
+
+
+def whole_numbers(value: Any) -> list[tuple]:
+    return [path for path in places(value) if type(_at(value, path)) is int]
+
+
+def _at(value: Any, path: tuple) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SEEING)
+def test_any_number_of_an_encoder(model_type, tmp_path):
+    """Encoders are built on the meta device: a number above what the file may have is refused, others are cheap."""
+    config = transformers.CONFIG_MAPPING[model_type]()
+    raw = json.loads(config.to_json_string(use_diff=False)) | SEEING[model_type]
+    raw["architectures"] = [next(name for name in model_types.data()["types"][model_type]["names"] if name in WRAPPERS)]
+    numbers = whole_numbers(raw["vision_config"])
+    assert len(numbers) > 8
+    refused = []
+    for path, value in itertools.product(numbers, (2**31, 1 << 16)):
+        changed, name = copy.deepcopy(raw), ".".join(key for key in path if isinstance(key, str))
+        _at(changed["vision_config"], path[:-1])[path[-1]] = value
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with bounded():
+            try:
+                spec = read_model_spec(str(tmp_path), "quire")
+            except ValueError as error:
+                refused.append((path[-1], value))
+                assert f"vision_config.{name} must be a whole number" in str(error)
+                continue
+            few = replace(spec, layers=spec.layers[: 1 + len(spec.vision.deep)])
+            build_model(few, torch.bfloat16, torch.device("meta"), 16)
+    layers = {"num_hidden_layers", "depth"} & set(raw["vision_config"])
+    assert {("patch_size", 2**31), *((name, 1 << 16) for name in layers)} <= set(refused)
 
 
 @pytest.fixture(scope="module")
