@@ -96,6 +96,15 @@ KEYS: dict[str, Rule] = {
     "attn_logit_softcapping": _FACTOR,
 }
 
+# for the parts that describe an encoder of images or sounds
+_ENCODERS = ("vision_config", "audio_config")
+_LAYERS, _PIXELS = Whole(0, MAX_LAYERS), Whole(1, 1 << 16, per_layer=True)
+ENCODER_KEYS: dict[str, Rule] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "depth", "encoder_layers"), _LAYERS),
+    **dict.fromkeys(("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size"), _PIXELS),
+    **dict.fromkeys(("num_channels", "in_channels"), Whole(1, 1 << 10)),
+}
+
 
 def unwrapped(raw: dict[str, Any]) -> dict[str, Any]:
     """Return a parsed config.json with the parts of its thinker (Qwen3-ASR, Qwen-Omni) at the top level."""
@@ -106,15 +115,22 @@ def unwrapped(raw: dict[str, Any]) -> dict[str, Any]:
 def check_config(raw: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError naming the file, key and valid values, for the first key of another type or range."""
     _check_depth(raw, path)
-    for part, values in (("", raw), *((f"{name}.", raw.get(name)) for name in _PARTS)):
-        if not isinstance(values, Mapping):
+    _check_values(raw, KEYS, "", path)
+    for names, rules in ((_PARTS, KEYS), (_ENCODERS, ENCODER_KEYS)):
+        for name in names:
+            values = raw.get(name)
             if values is None:
                 continue
-            raise ValueError(f"{path}: {part[:-1]} must be an object, not {printable(values)}")
-        for key, value in values.items():
-            rule = KEYS.get(key)
-            if rule is not None and value is not None and not rule.fits(value):
-                raise ValueError(f"{path}: {part}{key} must be {rule}, not {printable(value)}")
+            if not isinstance(values, Mapping):
+                raise ValueError(f"{path}: {name} must be an object, not {printable(values)}")
+            _check_values(values, rules, f"{name}.", path)
+
+
+def _check_values(values: Mapping[str, Any], rules: Mapping[str, Rule], part: str, path: Path) -> None:
+    for key, value in values.items():
+        rule = rules.get(key)
+        if rule is not None and value is not None and not rule.fits(value):
+            raise ValueError(f"{path}: {part}{key} must be {rule}, not {printable(value)}")
 
 
 def _check_depth(raw: Any, path: Path) -> None:
