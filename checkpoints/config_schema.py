@@ -110,7 +110,7 @@ _ENDS: dict[str, Rule] = {
     "kernel_size": Whole(1, 1 << 10),
     "_size": Whole(-1, 1 << 20),
     "_dim": Whole(0, 1 << 16),
-    "channels": Whole(1, 1 << 20),
+    "channels": Whole(1, 1 << 12),
     "positions": Whole(0, 1 << 20),
     "embeddings": Whole(0, 1 << 20),
 }
@@ -125,17 +125,17 @@ def unwrapped(raw: dict[str, Any]) -> dict[str, Any]:
 def check_config(raw: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError naming the file, key and valid values, for the first key of another type or range."""
     _check_depth(raw, path)
-    for part, values in (("", raw), *((f"{name}.", raw.get(name)) for name in _PARTS)):
+    _check_values(raw, KEYS, "", path)
+    for name in (*_PARTS, *_ENCODERS):
+        values = raw.get(name)
+        if values is None:
+            continue
         if not isinstance(values, Mapping):
-            if values is None:
-                continue
-            raise ValueError(f"{path}: {part[:-1]} must be an object, not {printable(values)}")
-        for key, value in values.items():
-            rule = KEYS.get(key)
-            if rule is not None and value is not None and not rule.fits(value):
-                raise ValueError(f"{path}: {part}{key} must be {rule}, not {printable(value)}")
-    for name in _ENCODERS:
-        _check_encoder(raw.get(name), name, path)
+            raise ValueError(f"{path}: {name} must be an object, not {printable(values)}")
+        if name in _ENCODERS:
+            _check_encoder(values, name, path)
+        else:
+            _check_values(values, KEYS, f"{name}.", path)
 
 
 def _check_encoder(value: Any, place: str, path: Path) -> None:
@@ -150,6 +150,13 @@ def _check_encoder(value: Any, place: str, path: Path) -> None:
         rule = next((rule for end, rule in _ENDS.items() if place.endswith(end)), None)
         if rule is not None and not rule.fits(value):
             raise ValueError(f"{path}: {place} must be {rule}, not {printable(value)}")
+
+
+def _check_values(values: Mapping[str, Any], rules: Mapping[str, Rule], part: str, path: Path) -> None:
+    for key, value in values.items():
+        rule = rules.get(key)
+        if rule is not None and value is not None and not rule.fits(value):
+            raise ValueError(f"{path}: {part}{key} must be {rule}, not {printable(value)}")
 
 
 def _check_depth(raw: Any, path: Path) -> None:

@@ -169,6 +169,15 @@ def test_any_number_of_an_encoder(model_type, tmp_path):
     assert {("patch_size", 2**31), *((name, 1 << 16) for name in layers)} <= set(refused)
 
 
+@pytest.mark.parametrize("part", ["vision_config", "audio_config"])
+def test_the_key_of_an_encoder_is_named(part, tmp_path):
+    for key, value in [("patch_size", 2**61 - 1), ("n_layers", 10**12), ("temporal_patch_size", 0), ("depth", -1)]:
+        raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, part: {key: value}}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ValueError, match=rf"config\.json: {part}\.{key} must be a whole number from "):
+            read_model_spec(str(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """A folder with a model's configuration, tokenizer and pooling."""

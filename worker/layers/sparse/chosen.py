@@ -167,16 +167,29 @@ def attend_to_chosen(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the attended latents `[S, H, rank]` of q `[S, H, W]`, queries number `tokens` `[S]` of a piece."""
-    keys = piece.keys.flatten(0, 1)[tokens]  # [S, K]
-    if _hides(piece):
-        return _attend_to_all_but_hidden(q, cache, keys, piece, meta, rank, scale, sinks)
-    size, absent, keys = cache.shape[1], keys < 0, keys.clamp(min=0)
-    blocks = meta.block_table[piece.requests[tokens // piece.tokens.shape[1]][:, None], keys // size].long()
-    latents = gather(cache, blocks, keys % size).to(q.dtype)  # [S, K, W]
-    scores = torch.bmm(q, latents.transpose(1, 2)) * scale
-    weights = _softmax(scores.float().masked_fill_(absent[:, None], -torch.inf), sinks)
+    latents, hidden = _latents(cache, tokens, piece, meta)
+    latents = latents.to(q.dtype)
+    scores = (q @ latents.mT * scale).float().masked_fill_(hidden[:, None], -torch.inf)
     # also the entries behind the rank: rows that do not follow each other are multiplied five times slower
-    return torch.bmm(weights.to(q.dtype), latents)[..., :rank]
+    return (_softmax(scores, sinks).to(q.dtype) @ latents)[..., :rank]
+
+
+def _latents(
+    cache: KVCache, tokens: torch.Tensor, piece: Piece, meta: AttentionMetadata
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return latents of queries number `tokens` `[S]` of a piece, and which are hidden: K chosen ones of each, `[S, K,
+    W]` and `[S, K]`, or the request's N for all, `[N, W]` and `[S, N]`.
+    """
+    size, keys = cache.shape[1], piece.keys.flatten(0, 1)[tokens]  # [S, K]
+    if not _hides(piece):
+        positions = keys.clamp(min=0)
+        requests = piece.requests[tokens // piece.tokens.shape[1]]
+        blocks = meta.block_table[requests[:, None], positions // size].long()
+        return gather(cache, blocks, positions % size), keys < 0
+    positions = torch.arange(piece.longest, device=keys.device)
+    hidden = torch.ones(len(keys), piece.longest + 1, dtype=torch.bool, device=keys.device)
+    hidden = hidden.scatter_(1, keys.where(keys >= 0, piece.longest), False)[:, :-1]
+    return gather(cache, meta.block_table[piece.requests[0], positions // size].long(), positions % size), hidden
 
 
 def _hides(piece: Piece) -> bool:
@@ -184,25 +197,6 @@ def _hides(piece: Piece) -> bool:
     do not depend on the number of its request's keys.
     """
     return piece.tokens.shape[1] > 1 and piece.longest <= _MOST_HIDDEN * piece.keys.shape[-1]
-
-
-def _attend_to_all_but_hidden(
-    q: torch.Tensor,
-    cache: KVCache,
-    keys: torch.Tensor,
-    piece: Piece,
-    meta: AttentionMetadata,
-    rank: int,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    size, positions = cache.shape[1], torch.arange(piece.longest, device=q.device)
-    latents = gather(cache, meta.block_table[piece.requests[0], positions // size].long(), positions % size).to(q.dtype)
-    hidden = torch.ones(len(q), piece.longest + 1, dtype=torch.bool, device=q.device)
-    hidden = hidden.scatter_(1, keys.where(keys >= 0, piece.longest), False)[:, :-1]
-    scores = (q.flatten(0, 1) @ latents.T * scale).view(*q.shape[:2], -1)
-    weights = _softmax(scores.float().masked_fill_(hidden[:, None], -torch.inf), sinks)
-    return (weights.to(q.dtype).flatten(0, 1) @ latents).view(q.shape)[..., :rank]
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -4,10 +4,11 @@ parts of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, pairwise
-from math import log
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class Scale:
 
 
 def scales(frames: int, side: int, channels: int, num_layers: int) -> list[Scale]:
-    """Return the parts before and after each layer: about evenly spaced by the logarithm of their pixels, of those that
-    grow by one prime factor, first the largest of the side's.
+    """Return the parts before and after each layer. They come from a list that starts with a pixel: each next part is
+    larger by a prime factor, first of the side and then of the frames, the largest factor first. The logarithms of the
+    chosen parts' sizes are about evenly spaced.
     """
     steps, own = [Scale(1, 1, channels)], 1
     for factor in _factors(side):
@@ -50,16 +52,26 @@ def scales(frames: int, side: int, channels: int, num_layers: int) -> list[Scale
     for factor in _factors(frames):
         own *= factor
         steps.append(Scale(own, side, side**2 * channels * own * 64))
-    wanted = [log(frames * side**2 * channels) * i / num_layers for i in range(num_layers + 1)]
-    cost = [[abs(ideal - log(step.pixels)) for step in steps] for ideal in wanted]
-    places = range(len(steps))
+    wanted = [math.log(frames * side**2 * channels) * i / num_layers for i in range(num_layers + 1)]
+    cost = [[abs(ideal - math.log(step.pixels)) for step in steps] for ideal in wanted]
     if num_layers >= len(steps):
-        chosen = [min(places, key=row.__getitem__) for row in cost]
+        chosen = [min(range(len(steps)), key=row.__getitem__) for row in cost]
     else:
-        by_cost = combinations(places, num_layers + 1)
-        chosen = list(min(by_cost, key=lambda some: sum(row[place] for row, place in zip(cost, some))))
+        chosen = _cheapest_places(cost)
     chosen[0], chosen[-1] = 0, len(steps) - 1
     return [steps[place] for place in chosen]
+
+
+def _cheapest_places(cost: list[list[float]]) -> list[int]:
+    """Return one place of each row, each behind the one before, with the least sum of costs."""
+    ways: list[tuple[float, list[int]]] = [(0.0, [])]  # the cheapest that end before each place
+    for row in cost:
+        own = [(math.inf, [])]
+        for place, price in enumerate(row):
+            before = ways[min(place, len(ways) - 1)]
+            own.append(min(own[-1], (before[0] + price, [*before[1], place]), key=itemgetter(0)))
+        ways = own
+    return ways[-1][1]
 
 
 def _factors(number: int) -> Iterator[int]:

@@ -55,15 +55,8 @@ class Inkling2Tower(VisionTower):
         )
         self.patches_per_embed, self.head_dim = self.merge**2, size // heads
         self.theta = (vision["rope_parameters"] or {}).get("rope_theta", 10000.0)
-        spec = EncoderSpec(
-            hidden_size=size,
-            intermediate_size=vision["intermediate_size"] or int(size * vision["mlp_ratio"]),
-            num_layers=vision["num_hidden_layers"],
-            num_heads=heads,
-            act=vision["hidden_act"],
-            eps=vision["layer_norm_eps"],
-            names=_NAMES,
-        )
+        inner = vision["intermediate_size"] or int(size * vision["mlp_ratio"])
+        spec = EncoderSpec.read(vision, intermediate_size=inner, names=_NAMES)
         embeddings = f"{_BACKBONE}.embeddings"
         self.patches = linear(3 * self.patch**2, size, f"{embeddings}.patch_embedding", weights, bias=False)
         self.positions = table(f"{embeddings}.position_embedding", self.side**2, size)

@@ -101,15 +101,7 @@ class KimiK25Tower(QwenVLTower):
 
     @classmethod
     def encoder_spec(cls, vision: dict[str, Any]) -> EncoderSpec:
-        return EncoderSpec(
-            hidden_size=vision["hidden_size"],
-            intermediate_size=vision["intermediate_size"],
-            num_layers=vision["num_hidden_layers"],
-            num_heads=vision["num_attention_heads"],
-            act=vision["hidden_act"],
-            eps=_EPS,
-            names=_NAMES,
-        )
+        return EncoderSpec.read(vision, eps=_EPS, names=_NAMES)
 
     def make_merger(self, spec: EncoderSpec, weights: WeightFormat) -> Merger:
         eps = self.config.get("projection_layer_norm_eps", self.vision.get("projector_ln_eps", 1e-5))

@@ -45,14 +45,7 @@ class Lfm2VLTower(VisionTower):
         vision = _DEFAULTS | config["vision_config"]
         size, self.merge = vision["hidden_size"], config.get("downsample_factor", 2)
         self.patches_per_embed, self.side = self.merge**2, isqrt(vision["num_patches"])
-        spec = EncoderSpec(
-            hidden_size=size,
-            intermediate_size=vision["intermediate_size"],
-            num_layers=vision["num_hidden_layers"],
-            num_heads=vision["num_attention_heads"],
-            act=vision["hidden_act"],
-            eps=vision["layer_norm_eps"],
-        )
+        spec = EncoderSpec.read(vision)
         patch = 3 * vision["patch_size"] ** 2
         self.patch_embedding = linear(patch, size, f"{_TOWER}.embeddings.patch_embedding", weights)
         self.positions = table(f"{_TOWER}.embeddings.position_embedding.weight", self.side**2, size)

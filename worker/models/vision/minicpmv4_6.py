@@ -65,14 +65,7 @@ class MiniCPMV46Tower(VisionTower):
     def __init__(self, config: dict[str, Any], weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(config, weights)
         vision = SIGLIP | config["vision_config"]
-        spec = EncoderSpec(
-            hidden_size=vision["hidden_size"],
-            intermediate_size=vision["intermediate_size"],
-            num_layers=vision["num_hidden_layers"],
-            num_heads=vision["num_attention_heads"],
-            act=vision["hidden_act"],
-            eps=vision["layer_norm_eps"],
-        )
+        spec = EncoderSpec.read(vision)
         size, patch = spec.hidden_size, vision["patch_size"]
         self.side = vision["image_size"] // patch
         self.patches = PatchEmbedding(size, patch, f"{_TOWER}.embeddings.patch_embedding", bias=True)

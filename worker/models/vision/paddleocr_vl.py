@@ -62,14 +62,7 @@ class PaddleOCRVLTower(QwenVLTower):
 
     @classmethod
     def encoder_spec(cls, vision: dict[str, Any]) -> EncoderSpec:
-        return EncoderSpec(
-            hidden_size=vision["hidden_size"],
-            intermediate_size=vision["intermediate_size"],
-            num_layers=vision["num_hidden_layers"],
-            num_heads=vision["num_attention_heads"],
-            act=vision["hidden_act"],
-            eps=vision["layer_norm_eps"],
-        )
+        return EncoderSpec.read(vision)
 
     def make_merger(self, spec: EncoderSpec, weights: WeightFormat) -> Merger:
         norm = named(LayerNorm(spec.hidden_size, 1e-5), f"{_PROJECTOR}.pre_norm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,14 +45,9 @@ class VisionTransformer(nn.Module):
         super().__init__()
         size, eps = vision["hidden_size"], vision["layer_norm_eps"]
         self.hidden_size, self.side = size, vision["image_size"] // vision["patch_size"]
-        spec = EncoderSpec(
-            hidden_size=size,
-            intermediate_size=vision["intermediate_size"],
-            num_layers=vision["num_hidden_layers"] if num_layers is None else num_layers,
-            num_heads=vision["num_attention_heads"],
-            act=vision["hidden_act"],
-            eps=eps,
-        )
+        spec = EncoderSpec.read(vision)
+        if num_layers is not None:
+            spec = replace(spec, num_layers=num_layers)
         name = f"{prefix}.embeddings"
         self.patch_embedding = PatchEmbedding(size, vision["patch_size"], f"{name}.patch_embedding", bias=not clip)
         self.positions = table(f"{name}.position_embedding.weight", self.side**2 + clip, size)

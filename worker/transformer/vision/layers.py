@@ -121,6 +121,17 @@ class LayerNames:
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
 
 
+# fields of an encoder and their keys in config.json
+_KEYS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "act": "hidden_act",
+    "eps": "layer_norm_eps",
+}
+
+
 @dataclass(frozen=True)
 class EncoderSpec:
     """The sizes of an encoder, all of whose layers are equal."""
@@ -138,6 +149,12 @@ class EncoderSpec:
     head_norm: bool = False  # rms of q and k, each head by itself
     num_kv_heads: int | None = None  # fewer than heads; None: as many
     names: LayerNames = LayerNames()
+
+    @classmethod
+    def read(cls, vision: Mapping[str, Any], **others: Any) -> EncoderSpec:
+        """Return the sizes that a `vision_config` names as most encoders of transformers do; `others` replace them."""
+        sizes = {key: vision[name] for key, name in _KEYS.items() if key not in others}
+        return cls(**sizes, **others)
 
     def make_norm(self, name: str) -> Norm:
         return named((LayerNorm if self.norm == "layer" else RMSNorm)(self.hidden_size, self.eps), name)
