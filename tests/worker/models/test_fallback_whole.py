@@ -42,6 +42,8 @@ EMBEDDERS = {
     "DebertaV2Model": _RELATIVE,  # attention by relative positions
     "XLNetModel": {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "max_position_embeddings": None},
     "T5EncoderModel": _T5,
+    "MPNetModel": {},  # positions relative, and after the padding token
+    "EuroBertModel": {"num_key_value_heads": 4},
     "BigBirdModel": {"block_size": 4, "num_random_blocks": 1},  # sparse attention of more than 28 tokens
 }
 CLASSIFIERS = {
@@ -49,6 +51,8 @@ CLASSIFIERS = {
     "AlbertForSequenceClassification": {},
     "DistilBertForSequenceClassification": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     "CamembertForSequenceClassification": {},
+    "MegatronBertForSequenceClassification": {},
+    "SqueezeBertForSequenceClassification": {},
     "BartForSequenceClassification": _DECODING | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
     "StableLmForSequenceClassification": {"num_key_value_heads": 2},
     "BertForSequenceClassification": {},  # which has a file of its own, too
@@ -60,6 +64,9 @@ REFUSED = {"FunnelModel": _FUNNEL | {"d_model": 32}, "ReformerModel": _REFORMER}
 TOKEN_CLASSIFIERS = {
     "ElectraForTokenClassification": {},
     "GPT2ForTokenClassification": {},
+    "ConvBertForTokenClassification": {},  # convolutions beside attention
+    "RoFormerForTokenClassification": {},
+    "LayoutLMForTokenClassification": {},  # texts without boxes
     "UMT5ForTokenClassification": _T5,
 }
 OTHERS = {"MptForSequenceClassification": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 48}}
