@@ -13,6 +13,7 @@ from quire.server.structured.compile_process import Compiler
 from quire.server.structured.compile_process import Vocabulary as CompilerVocabulary
 from quire.server.structured.structure import Structure
 from quire.worker.messages import ThinkingBudget
+from quire.worker.sampling.grammar import Tokens, _Matcher
 from tests.end_to_end.test_recovery import SCRIPT, TINY, crowd, wait_for_death
 from tests.end_to_end.test_recovery import check as check_answers
 from tests.helpers.in_process import InProcessEngine, Result
@@ -280,6 +281,23 @@ def test_drafts_do_not_change_an_answer(checkpoint, expected, method):
         assert method != "grammar" or counts.num_draft_tokens == sum(counts.accepted_per_position)
     finally:
         drafting.close()
+
+
+def test_the_end_of_a_forced_text_is_guessed_as_the_model_wrote_it_last():
+    tokens = Tokens(msgspec.msgpack.encode(Vocabulary(TOKENS, [1, 2, 3], [EOS])), VOCAB_SIZE)
+    quote, colon, name = (tokens.longest(one) for one in (b'"', b'":', b"name"))
+    matcher = _Matcher(None, spells=True)
+    spaced = grammar(Structure(kind="json_schema", value=SCHEMA))
+    matcher.start(tokens.matcher(spaced), [TOKENS.index(b'{"'), name])
+    assert tokens.spelled(matcher) is None  # the model chooses
+    assert tokens.guess(matcher, b'"') == quote
+    tokens.learn(matcher, quote, colon)
+    assert tokens.guess(matcher.copy(), b'"') == colon and matcher.copy().try_draft(colon)
+    assert tokens.guess(matcher, b'"x') == quote  # more is forced, with which the longer token does not agree
+    tokens.learn(matcher, quote, TOKENS.index(b'",'))
+    assert tokens.guess(matcher, b'"') == quote  # the grammar does not allow the longer one here
+    tokens.learn(matcher, colon, quote)
+    assert tokens.guess(matcher, b'"') == quote and not matcher.preferred
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ class _Matcher:
         self.after, self.spells = after or [], spells
         self.is_active = not self.after  # whether the grammar applies already
         self.last: list[int] = []  # the last len(after) outputs, until then
+        self.preferred: dict[int, int] = {}  # token of a forced text's end -> the longer one that the model chose
         self.state: LLMatcher | None = None
         self.ready: Future[None]  # the end of `start`
         self.error: str | None = None
@@ -78,7 +79,7 @@ class _Matcher:
         """Return a matcher in the same state, to try drafts with; takes about 10 us."""
         copy = _Matcher(self.after, self.spells)
         copy.is_active, copy.last, copy.error = self.is_active, self.last, self.error
-        copy.state = self.state.deep_copy()
+        copy.state, copy.preferred = self.state.deep_copy(), self.preferred
         return copy
 
     def try_draft(self, token_id: int) -> bool:
@@ -229,7 +230,7 @@ class GrammarRows:
         arriving: Sequence[_Arrival],
         drafts: dict[int, list[int]],
     ) -> Masks:
-        _receive(arriving)
+        self._receive(arriving)
         for _, matcher in matchers:
             matcher.ready.result()
         masks = Masks()
@@ -272,10 +273,24 @@ class GrammarRows:
         masks.bits = np.concatenate(bits) if bits else None
         masks.eos_token_id = tokens.eos_token_id
 
+    def _receive(self, arriving: Sequence[_Arrival]) -> None:
+        """Let matchers take the outputs that arrived: a sampled token and, as long as it is the draft, the next one."""
+        for event, token_ids, waiting, drafts in arriving:
+            event.synchronize()
+            ids = token_ids.tolist()
+            for j, matcher in waiting:
+                matcher.advance(ids[j])
+                for k, draft in enumerate(drafts.get(j, ()), j):
+                    if ids[k] != draft or ids[k + 1] < 0:
+                        if ids[k] not in (-1, draft) and matcher.is_active and matcher.error is None:
+                            self._tokens.result().learn(matcher, draft, ids[k])
+                        break
+                    matcher.advance(ids[k + 1])
+
     def _all_forced(
         self, matchers: Sequence[tuple[_Matcher, int]], guess: bool, arriving: Sequence[_Arrival]
     ) -> list[list[int]]:
-        _receive(arriving)
+        self._receive(arriving)
         return [self._forced(matcher, limit, guess) for matcher, limit in matchers]
 
     def _forced(self, matcher: _Matcher, limit: int, guess: bool) -> list[int]:
@@ -290,14 +305,14 @@ class GrammarRows:
         # If only one token is possible, its bytes are forced, which is quick to check.
         tokens = self._tokens.result()
         while len(forced) < limit and not copy.state.is_stopped() and (text := copy.state.compute_ff_bytes()):
-            token_id = tokens.longest(text) if guess else tokens.only(copy)
+            token_id = tokens.guess(copy, text) if guess else tokens.only(copy)
             if token_id is None or not copy.try_draft(token_id):
                 break
             forced.append(token_id)
         return forced
 
     def _allowed(self, matcher: _Matcher, token_ids: list[int], limit: int, arriving: Sequence[_Arrival]) -> list[int]:
-        _receive(arriving)
+        self._receive(arriving)
         matcher.ready.result()
         if matcher.error is not None:
             return []
@@ -318,19 +333,6 @@ def _excludes_tokens(sampling: SamplingParams) -> bool:
     return any(some) or bool(sampling.min_tokens or sampling.logit_bias)
 
 
-def _receive(arriving: Sequence[_Arrival]) -> None:
-    """Let matchers take the outputs that arrived: a sampled token and, as long as it is the draft, the next one."""
-    for event, token_ids, waiting, drafts in arriving:
-        event.synchronize()
-        ids = token_ids.tolist()
-        for j, matcher in waiting:
-            matcher.advance(ids[j])
-            for k, draft in enumerate(drafts.get(j, ()), j):
-                if ids[k] != draft or ids[k + 1] < 0:
-                    break
-                matcher.advance(ids[k + 1])
-
-
 class Tokens:
     """The vocabulary, as llguidance reads it, and the grammars compiled for it. Raises ImportError without it."""
 
@@ -346,6 +348,7 @@ class Tokens:
         self.executor: LLExecutor = LLExecutor(num_threads)
         self.eos_token_id = vocabulary.eos_token_ids[0]
         special = {*vocabulary.special_ids, *vocabulary.eos_token_ids}
+        self.texts = vocabulary.tokens
         self._ids = {token: i for i, token in enumerate(vocabulary.tokens) if token and i not in special}
         self._sorted = sorted(self._ids)
         self._num_words = -(-vocab_size // 32)
@@ -372,6 +375,21 @@ class Tokens:
             if (token_id := self._ids.get(text[:length])) is not None:
                 return token_id
         return None
+
+    def guess(self, matcher: _Matcher, text: bytes) -> int | None:
+        """Return the token that the model is likely to choose where the grammar forces `text`."""
+        token_id = self.longest(text)
+        if token_id is None or token_id not in matcher.preferred or self.texts[token_id] != text:
+            return token_id
+        longer = matcher.preferred[token_id]
+        return longer if matcher.state.validate_tokens([longer]) else token_id
+
+    def learn(self, matcher: _Matcher, draft: int, chosen: int) -> None:
+        """Record the token that the model chose in place of a draft, if one's text begins with the other's."""
+        if self.texts[chosen].startswith(self.texts[draft]):
+            matcher.preferred[draft] = chosen
+        elif self.texts[draft].startswith(self.texts[chosen]):
+            matcher.preferred.pop(chosen, None)
 
     def spelled(self, matcher: _Matcher) -> int | None:
         """Return the longest token of the text that the grammar forces, unless a longer one begins with all of this

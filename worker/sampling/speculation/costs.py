@@ -20,6 +20,7 @@ _MOST = 3.0  # times the expected time: a longer step counts as this, something 
 _HOPE = 2.0  # prior: tokens counted as right before any was tried
 _FIRST = 8.0  # tokens that drafts of earlier requests count at most
 _GAIN = 1.02  # least gain in tokens per second for drafts
+_RENEWED = 16  # steps after which `StepCosts.least_odds` is computed again
 _ODDS = np.linspace(0, 1, 65)  # probabilities that `Plan.least_odds` distinguishes
 
 
@@ -29,6 +30,8 @@ class StepCosts:
     def __init__(self, slope: float = _SLOPE) -> None:
         self.table = self.plain = 1 + (KNOTS - 1) * slope
         self._unit = 0.0  # recent seconds of a step of one token
+        self._least: dict[tuple[int, int, float], float] = {}  # of `least_odds`, for some steps
+        self._num_observed = 0
 
     def measured(self, seconds: dict[int, float], plain: dict[int, float] | None = None) -> None:
         """Take times of steps by number of tokens, measured one after another. `plain`: of those that verify no drafts,
@@ -38,6 +41,7 @@ class StepCosts:
         self._unit = float(plain[min(plain)])
         self.table = self._extended(seconds) / self._unit
         self.plain = self._extended(plain) / self._unit
+        self._least.clear()
 
     @staticmethod
     def _extended(seconds: dict[int, float]) -> np.ndarray:
@@ -58,6 +62,9 @@ class StepCosts:
         self.table = np.maximum.accumulate(self.table * ratio ** (_RATE * weights))
         self.table /= self.table[0]
         self.plain = self.table
+        self._num_observed += 1
+        if self._num_observed % _RENEWED == 0:
+            self._least.clear()
 
     def relative_time(self, num_tokens: int) -> float:
         """Return the time of a step that verifies drafts, relative to one of one token."""
@@ -67,6 +74,24 @@ class StepCosts:
         """Return the relative time of a step with one token per request."""
         return float(np.interp(num_rows, KNOTS, self.plain))
 
+    def least_odds(self, num_rows: int, limit: int, cost: float) -> float:
+        """Return `Plan.least_odds` of a step without drafts so far. It may be some steps old: it only decides which
+        searches are left out.
+        """
+        key = num_rows, limit, cost
+        if key not in self._least:
+            rate = num_rows / self.without_drafts(num_rows)
+            self._least[key] = least_odds(self, num_rows, num_rows, rate, limit, cost)
+        return self._least[key]
+
+
+def least_odds(costs: StepCosts, tokens: int, expected: float, rate: float, limit: int, cost: float) -> float:
+    """Return a probability up to which no draft is added to a step of `tokens` tokens at the cost of its rate."""
+    numbers, gains = _gains(limit)
+    times = np.interp(tokens + numbers, KNOTS, costs.table) + cost * numbers
+    pays = ((expected + gains) / times).max(axis=1) >= _GAIN * rate
+    return float(_ODDS[max(int(pays.argmax()) - 1, 0)]) if pays.any() else 1.0
+
 
 class Plan:
     """The drafts of a step while they are chosen, request by request."""
@@ -75,15 +100,14 @@ class Plan:
         self.costs, self.tokens, self.expected = costs, num_rows, float(num_rows)
         self.num_drafts = 0
         self.rate = num_rows / costs.without_drafts(num_rows)
-        self._least: dict[tuple[int, float], float] = {}  # `least_odds` as long as no drafts are added
+        self._least: dict[tuple[int, float], float] = {}  # `least_odds` since the last draft was added
 
     def least_odds(self, limit: int, cost: float = 0.0) -> float:
         """Return a probability up to which `take` returns 0: asking for it is cheaper than looking for drafts."""
+        if not self.num_drafts:
+            return self.costs.least_odds(self.tokens, limit, cost)
         if (limit, cost) not in self._least:
-            numbers, gains = _gains(limit)
-            times = np.interp(self.tokens + numbers, KNOTS, self.costs.table) + cost * numbers
-            pays = ((self.expected + gains) / times).max(axis=1) >= _GAIN * self.rate
-            self._least[limit, cost] = float(_ODDS[max(int(pays.argmax()) - 1, 0)]) if pays.any() else 1.0
+            self._least[limit, cost] = least_odds(self.costs, self.tokens, self.expected, self.rate, limit, cost)
         return self._least[limit, cost]
 
     def take(self, probability: float, limit: int, cost: float = 0.0) -> int:
