@@ -38,13 +38,22 @@ class ReadAhead {
         if ((row_ += step_) < end_) at_ = (const char*)rows_[row_], left_ = bytes_;
         else if (!next_part()) return;
       }
-      prefetch_l1(at_);  // up to 1.1 x as fast as T1 (Zen 5)
+      prefetch_ahead(at_);
       at_ += 64, left_ -= 64;
     }
   }
 
  private:
   static constexpr int kAhead = 64 << 10;
+  // To L2, fetches overlap with the products. Relative to L1, Zen 4 decodes 1.3 x as fast with AVX-512 (bf16, int8) and
+  // 1.4 x with AVX2 (int8; one thread, contexts of 8,192 and 16,384); Zen 5 took up to 1.1 x as long.
+  __attribute__((always_inline)) static void prefetch_ahead(const char* line) {
+#if defined(__x86_64__) && !defined(__AMX_TILE__)
+    prefetch_l2(line);
+#else
+    prefetch_l1(line);
+#endif
+  }
   static int row_bytes(const Layer& l, const Task& t) { return int((t.h1 - t.h0) * l.k_head * sizeof(T)); }
   static void locate(const Layer& l, const Task& t, KeyBlock<T>& block) {
     block.locate(l, t.table, t.h0, t.begin / kKeys * kKeys, t.begin, t.end);
