@@ -164,7 +164,8 @@ class HeadDrafter:
     def _predict(
         self, depth: int, step: StepInput, inputs: dict[int, Results], following: torch.Tensor
     ) -> dict[int, Results]:
-        """Return the results of head `depth` for `inputs` of batch positions, whose tokens precede `following`."""
+        """Return the results of head `depth` for `inputs` of batch positions, whose tokens precede `following`.
+        """
         firsts, counts = [one.first for one in inputs.values()], [len(one.hidden) for one in inputs.values()]
         rows = [step.rows[i] for i in inputs]
         one = StepInput(step.step, [], rows, firsts, counts, [[] for _ in rows], list(range(len(rows))))
