@@ -1,10 +1,12 @@
 """Measures speculative decoding on text that repeats itself and on text that does not:
-`python benchmarks/speculation.py [--streams 1 8 32] [--methods auto ngram] MODEL [flags of quire serve]`.
+`python -m benchmarks.speculation [--streams 1 8 32] [--methods auto ngram] [--cpu-time] MODEL [flags of quire serve]`.
 
 Three loads: "repeat this code with one change" and JSON of a schema with long keys, greedy, and prose at temperature 1,
 which cannot be predicted. One server per method runs each load with drafts and, by `speculation: false`, without, in
-turns, so that both meet the same machine; the best round counts. Reports output tokens per second, the gain, the time
-to the first token, the acceptance rate, and how many texts differ (none, where logits have the same bits).
+turns, so that both meet the same machine; the best round counts. Each run has a cache salt of its own: no run drafts
+from the texts of another. Reports output tokens per second (with `--cpu-time`: of the server's and the engine's CPU
+time, for busy machines and one thread), the gain, the time to the first token, the acceptance rate, and how many texts
+differ (none, where logits have the same bits).
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
+from benchmarks.server import cpu_seconds, family
 from quire.cli.bench.process import ServerProcess, free_port
 
 CODE = '''def read_records(path, separator=","):
@@ -71,7 +76,9 @@ class Round:
     texts: list[str]
 
 
-async def run(url: str, load: str, streams: int, max_tokens: int, speculation: bool) -> Round:
+async def run(
+    url: str, load: str, streams: int, max_tokens: int, speculation: bool, salt: str, clock: Callable[[], float]
+) -> Round:
     """Send `streams` requests of a load at once."""
     prompt, sampling = LOADS[load]
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
@@ -79,6 +86,7 @@ async def run(url: str, load: str, streams: int, max_tokens: int, speculation: b
         async def one(i: int) -> tuple[int, float, str]:
             body = {"messages": [{"role": "user", "content": prompt(i)}], "max_tokens": max_tokens, "seed": i}
             body |= {"speculation": speculation, "stream": True, "stream_options": {"include_usage": True}}
+            body["cache_salt"] = salt
             begin, first, count, text = time.perf_counter(), 0.0, 0, ""
             async with client.stream("POST", "/v1/chat/completions", json=body | sampling) as answer:
                 answer.raise_for_status()
@@ -92,9 +100,9 @@ async def run(url: str, load: str, streams: int, max_tokens: int, speculation: b
                     count = (chunk.get("usage") or {}).get("completion_tokens", count)
             return count, first, text
 
-        begin = time.perf_counter()
+        begin = clock()
         answers = await asyncio.gather(*map(one, range(streams)))
-        elapsed = time.perf_counter() - begin
+        elapsed = clock() - begin
     counts, firsts, texts = zip(*answers)
     return Round(sum(counts) / elapsed, sum(firsts) / streams, list(texts))
 
@@ -108,15 +116,16 @@ def acceptance(url: str) -> tuple[float, float]:
     )
 
 
-async def compare(url: str, load: str, streams: int, max_tokens: int, rounds: int) -> str:
+async def compare(url: str, load: str, streams: int, max_tokens: int, rounds: int, clock: Callable[[], float]) -> str:
     """Return the cells of a row: rates without and with drafts, gain, times to the first token, acceptance,
     differences.
     """
-    await run(url, load, streams, 2, False)  # the prompts are in the prefix cache then
     before, done = acceptance(url), {False: [], True: []}
-    for _ in range(rounds):
+    for number in range(rounds):
         for speculation in (False, True):
-            done[speculation].append(await run(url, load, streams, max_tokens, speculation))
+            salt = f"{load} {streams} {number} {speculation}"
+            await run(url, load, streams, 2, False, salt, clock)  # the prompts are in the prefix cache then
+            done[speculation].append(await run(url, load, streams, max_tokens, speculation, salt, clock))
     await asyncio.sleep(0.5)  # the engine sends its counts now and then
     drafted, accepted = (after - first for after, first in zip(acceptance(url), before))
     plain, fast = (max(done[speculation], key=lambda one: one.rate) for speculation in (False, True))
@@ -138,9 +147,11 @@ async def measure(args: argparse.Namespace, flags: list[str]) -> None:
         command = [sys.executable, "-m", "quire", "serve", *args.model, *flags, "--speculative-config", config]
         with ServerProcess([*command, "--port", str(port)], port) as server:
             await server.wait_for("/health")
+            processes = family(server.process.pid)
+            clock = partial(cpu_seconds, processes) if args.cpu_time else time.perf_counter
             for load in args.loads:
                 for streams in args.streams:
-                    cells = await compare(url, load, streams, args.max_tokens, args.rounds)
+                    cells = await compare(url, load, streams, args.max_tokens, args.rounds, clock)
                     print(f"| {load} | {streams} | {json.loads(config)['method']} | {cells} |", flush=True)
 
 
@@ -151,6 +162,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3, help="the best counts")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time")
     parser.add_argument("model", nargs="+", help="and flags of quire serve")
     args, flags = parser.parse_known_args()
     asyncio.run(measure(args, flags))
