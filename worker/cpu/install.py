@@ -54,6 +54,7 @@ class NativeOps(Ops):
     gated_delta_rule = staticmethod(states.gated_delta_rule)
     delta_inputs = staticmethod(states.delta_inputs)
     gated_norm = staticmethod(states.gated_norm)
+    sigmoid_gate = staticmethod(states.sigmoid_gate)
     linear_attention = staticmethod(states.scan)
     selective_scan = staticmethod(states.selective_scan)
     float_linear = staticmethod(states.float_linear)

@@ -87,6 +87,7 @@ class QkvArgs(ctypes.Structure):
         ("cache", _L),
         ("k_scales", ScalesArgs),
         ("v_scales", ScalesArgs),
+        ("gap", _L),
     ]
 
 
@@ -222,6 +223,8 @@ class SegmentArgs(ctypes.Structure):
         ("attention", _P),
         ("group", _L),
         ("mixture", _P),
+        ("mixer", _P),
+        ("gated", _L),
         ("at_once", _L),
         ("hidden", _L),
         ("wide", _L),
@@ -229,10 +232,42 @@ class SegmentArgs(ctypes.Structure):
     ]
 
 
-class CacheGroupArgs(ctypes.Structure):
-    """The slots and block tables of a step in one cache group. Mirrors `CacheGroup` in segment.cpp."""
+class StateMixerArgs(ctypes.Structure):
+    """What is between the projections of a mixer with a state. Mirrors `StateMixer` in mixers.h."""
 
-    _fields_ = [("slots", _P), ("block_table", _P), ("ld_table", _L)]
+    _fields_ = [
+        ("kind", _L),
+        ("conv", _P),
+        ("conv_bias", _P),
+        ("conv_pages", _P),
+        ("channels", _L),
+        ("width", _L),
+        ("state_pages", _P),
+        ("a_log", _P),
+        ("dt_bias", _P),
+        ("norm", _P),
+        ("heads", _L),
+        ("k_heads", _L),
+        ("dk", _L),
+        ("dv", _L),
+        ("gates", _L),
+        ("tiled", _L),
+        ("query_length", _F),
+        ("strength", _F),
+        ("eps", _F),
+    ]
+
+
+class StateStepArgs(ctypes.Structure):
+    """The pages and tokens of a step's requests. Mirrors `StateStep` in mixers.h; all zero if absent."""
+
+    _fields_ = [("read", _P), ("write", _P), ("fresh", _P), ("starts", _P), ("num_requests", _L)]
+
+
+class CacheGroupArgs(ctypes.Structure):
+    """The slots and block tables, or the states, of a step in one cache group. Mirrors `CacheGroup` in segment.cpp."""
+
+    _fields_ = [("slots", _P), ("block_table", _P), ("ld_table", _L), ("states", StateStepArgs)]
 
 
 _SIGNATURES = {
@@ -266,6 +301,8 @@ _SIGNATURES = {
     ),
     "quire_delta_inputs": ([_P, _L, _P, _P, _P, _L, _L, _L, _L, _L, _F, _F, _P, _P, _P, _P], None),
     "quire_gated_norm": ([_P, _P, _L, _P, _P, _L, _L, _L, _F, _I], None),
+    "quire_sigmoid_gate": ([_P, _L, _P, _L, _L, _L], None),
+    "quire_mix": ([ctypes.POINTER(StateMixerArgs), ctypes.POINTER(StateStepArgs), _P, _L, _P, _L], None),
     "quire_delta_rule": (
         [_P, _P, _P, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _P],
         None,

@@ -1,9 +1,9 @@
-"""Run a decoder's layers on the native CPU kernels: in one call if attention is native too, else in one call between
-each attention, or other mixer, and the next (a segment).
+"""Run a decoder's layers on the native CPU kernels: in one call if attention and the other mixers are native too, else
+in one call between each of them and the next (a segment).
 
 The kernels and their order are the same as in the twin, the layers called one by one. A layer is any module with the
-parts of `DecoderLayer` in `worker/transformer/decoder.py`. For a mixer other than plain attention, Python computes the
-part between its projections: `mix` of `StateMixer` in `worker/transformer/mixers/base.py`.
+parts of `DecoderLayer` in `worker/transformer/blocks.py`. In a step that leaves states between its tokens, Python
+computes the part between a mixer's projections: `mix` of `StateMixer` in `worker/transformer/mixers/base.py`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from ctypes import Array, addressof, byref
 import torch
 from torch import nn
 
-from quire.worker.attention.base import GroupedMetadata
+from quire.worker.attention.base import GroupedMetadata, NativeRequests
 from quire.worker.attention.scaled import LARGEST, values_of
 from quire.worker.cpu.experts import NativeExperts
 from quire.worker.cpu.lora import SegmentsLora
 from quire.worker.cpu.native import KERNELS, CacheGroupArgs, LinearArgs, MixtureArgs, SegmentArgs
 from quire.worker.cpu.ops import layer_args, qkv_args, routing_args
 from quire.worker.cpu.packed_linear import NativeQuantMethod, PackedMethod
+from quire.worker.cpu.state_mixers import mixer_args, state_args
 from quire.worker.host import huge_pages
 from quire.worker.layers.linear import Linear
 from quire.worker.layers.lora import StepLora
 from quire.worker.layers.norm import Norm, OffsetRMSNorm, RMSNorm, WideRMSNorm
 from quire.worker.layers.rotary import Rotation
+from quire.worker.layers.state import StateStep
 from quire.worker.transformer.calls import LayerCall
 
 _Groups = tuple[Array | None, int]  # `LoraRowsArgs` and their number
 _NORMS = RMSNorm, WideRMSNorm, OffsetRMSNorm
+_ATTENTION = "attention", "gated_attention"
 _AT_ONCE = 1024  # tokens of a piece: a product takes 512 rows per pass over its weight, one pass per thread
 _AT_ONCE_EXPERTS = 2048  # the more tokens, the more rows of each expert share the conversion of its weights
 _PAD = 32  # elements between rows: rows at multiples of 4 KiB would map to the same few cache lines
@@ -53,7 +56,9 @@ class Segments:
         # rows of projections, e. g. q, k and v; inputs of out-projections
         self.widths = tuple(max(part.widths[i] for part in parts) + _PAD for i in range(2))
         attending = [part for part in parts if isinstance(part, _Attention)]
-        self.head_dim = attending[0].attn.head_dim if len(attending) == len(parts) else None  # None: Python mixes some
+        mixing = [part for part in parts if isinstance(part, _Mixer)]
+        # None: Python mixes some
+        self.head_dim = attending[0].attn.head_dim if attending and all(part.mixer for part in mixing) else None
         self.lora = SegmentsLora([_adapted(layer) for layer in layers])
         at_once = _AT_ONCE_EXPERTS if any(isinstance(mlp, _Mixture) for mlp in mlps) else _AT_ONCE
         ends = zip([None, *zip(layers, parts, mlps)], [*zip(layers, parts), None])
@@ -112,15 +117,9 @@ class Segments:
         qkv, attended = self._between(len(x))
         result = torch.empty_like(x if wanted is None else x[: len(wanted)])
         adapters, of_last = self._adapters(lora, wanted is not None)
-        requests = [self.head_dim and meta.backend.native_requests(meta, self.head_dim, x.dtype) for meta in attn]
-        if all(requests):
-            groups = (CacheGroupArgs * len(attn))(
-                *(
-                    (meta.slot_mapping.data_ptr(), table.data_ptr(), table.stride(0))
-                    for meta, (table, *_) in zip(attn, requests)
-                )
-            )
-            _, lengths, starts, path = requests[0]  # of all groups
+        native = self._native_groups(attn, x.dtype)
+        if native:
+            groups, (_, lengths, starts, path) = native
             KERNELS.lib.quire_run_layers(
                 self.segments,
                 len(self.parts),
@@ -145,6 +144,25 @@ class Segments:
         else:
             self._run_in_turn(x, qkv, result, positions, attn, wanted, adapters, of_last)
         return result
+
+    def _native_groups(self, attn: GroupedMetadata, dtype: torch.dtype) -> tuple[Array, NativeRequests] | None:
+        """Return the cache groups of a step and the requests of all of them, or None if a part is not native."""
+        if self.head_dim is None:
+            return None
+        groups, common = (CacheGroupArgs * len(attn))(), None
+        for group, meta in zip(groups, attn):
+            if isinstance(meta.extra, StateStep):
+                if meta.extra.stages:
+                    return None
+                group.states = state_args(meta.extra)
+                continue
+            requests = meta.backend.native_requests(meta, self.head_dim, dtype)
+            if requests is None:
+                return None
+            common = common or requests
+            group.slots, group.block_table = meta.slot_mapping.data_ptr(), requests[0].data_ptr()
+            group.ld_table = requests[0].stride(0)
+        return common and (groups, common)
 
     def takes(self, lora: StepLora) -> bool:
         """Return whether the adapters of a step have matrices for the layers' linear layers only."""
@@ -220,6 +238,8 @@ class _Attention:
         self.module, self.attn, self.inputs, self.out, self._table = module, module.attn, qkv, out, table
         self.widths = module.qkv_proj.out_features, out.k
         a = self.attn
+        # columns of the gates, between the queries and the keys
+        self.gap = out.k if module.native_twin == "gated_attention" else 0
         self._sinks = None if a.sinks is None else a.sinks.float()
         self._args = layer_args(
             a.k_cache, a.v_cache, a.num_heads, a.scale, a.sliding_window, a.soft_cap, torch.bfloat16, self._sinks
@@ -239,7 +259,7 @@ class _Attention:
 
     def leave(self, segment: SegmentArgs) -> None:
         """Let a segment begin after this attention; `enter`: end before it."""
-        segment.o_proj, segment.attention = self.out, addressof(self._args)
+        segment.o_proj, segment.attention, segment.gated = self.out, addressof(self._args), self.gap > 0
 
     def enter(self, segment: SegmentArgs, row_stride: int) -> None:
         a = self.attn
@@ -254,6 +274,7 @@ class _Attention:
             row_stride,
             torch.bfloat16,
         )
+        segment.cache.gap = self.gap
 
     def slots(self, attn: GroupedMetadata) -> int:
         """Return the address of the slot mapping of the step's tokens."""
@@ -266,17 +287,22 @@ class _Attention:
         queries.
         """
         heads, dim = self.attn.num_heads, self.attn.head_dim
-        attended = self.attn.attend(qkv[:, : heads * dim].view(-1, heads, dim), attn[self.attn.cache_group])
-        return attended if wanted is None else attended[wanted]
+        width = heads * dim
+        attended = self.attn.attend(qkv[:, :width].view(-1, heads, dim), attn[self.attn.cache_group])
+        gate = qkv[:, width : width + self.gap]
+        if wanted is not None:
+            attended, gate = attended[wanted], gate[wanted]
+        return self.module.sigmoid_gate(attended, gate) if self.gap else attended
 
 
 class _Mixer:
-    """A mixer whose part between the projections Python computes."""
+    """A mixer with a state."""
 
     def __init__(self, module: nn.Module, inputs: list[LinearArgs], out: LinearArgs, table: torch.Tensor | None):
         self.module, self._inputs, self.out, self._table = module, inputs, out, table
         self._sizes = [linear.out_features for linear in module.projections()]
         self.widths = sum(self._sizes), out.k
+        self.mixer = mixer_args(module)  # None: Python computes the part between the projections
 
     @classmethod
     def from_module(cls, module: nn.Module, table: torch.Tensor | None) -> _Mixer | None:
@@ -286,9 +312,11 @@ class _Mixer:
 
     def leave(self, segment: SegmentArgs) -> None:
         segment.o_proj = self.out
+        if self.mixer is not None:
+            segment.mixer = addressof(self.mixer)
 
     def enter(self, segment: SegmentArgs, row_stride: int) -> None:
-        segment.qkv = self._inputs[0]
+        segment.qkv, segment.group = self._inputs[0], self.module.state.cache_group
         segment.cache.ld_qkv = row_stride
 
     def slots(self, attn: GroupedMetadata) -> None:
@@ -374,12 +402,13 @@ def _adapted(layer: nn.Module) -> tuple[Linear | None, ...]:
     """Return the linear layers that may have adapters."""
     mlp, mixer = layer.mlp if layer.mlp.native_twin == "mlp" else None, layer.self_attn
     of_mlp = (None, None) if mlp is None else (mlp.gate_up_proj, mlp.down_proj)
-    return (mixer.qkv_proj, mixer.o_proj, *of_mlp) if _attends(layer) else (None, None, *of_mlp)
+    plain = mixer.native_twin == "attention"
+    return (mixer.qkv_proj, mixer.o_proj, *of_mlp) if plain else (None, None, *of_mlp)
 
 
 def _attends(layer: nn.Module) -> bool:
-    """Return whether the layer has an attention that is native as a whole."""
-    return layer.self_attn.native_twin == "attention"
+    """Return whether the layer has attention, which may have gates."""
+    return layer.self_attn.native_twin in _ATTENTION
 
 
 def _cache(layer: nn.Module) -> object:
@@ -396,7 +425,7 @@ def _opted_in(layer: nn.Module, norm: type[Norm]) -> bool:
     """
     if vars(type(layer)).get("native_twin") not in ("layer", "sandwich"):  # its parts may have other names
         return False
-    parts = {layer.self_attn: ("attention", "mixer"), layer.mlp: ("mlp", "moe")}
+    parts = {layer.self_attn: (*_ATTENTION, "mixer"), layer.mlp: ("mlp", "moe")}
     norms = [getattr(layer, name) for name in layer.norm_names]
     return (
         all(vars(type(part)).get("native_twin") in names for part, names in parts.items())

@@ -9,6 +9,7 @@ from quire.worker.cpu.ops import DTYPES
 from quire.worker.layers.state import StateStep, by_stages
 from quire.worker.layers.states import delta_rule, linear_attention, short_conv
 from quire.worker.layers.states.delta_rule import DeltaHeads
+from quire.worker.platforms.ops import Ops
 
 _WIDEST, _MOST = 16, 1024  # of convolutions; entries of keys and values
 
@@ -131,6 +132,15 @@ def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: floa
     return out
 
 
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """See `Ops.sigmoid_gate`; x may be overwritten."""
+    if x.dtype != torch.bfloat16 or gate.stride(1) != 1:
+        return Ops.sigmoid_gate(x, gate)
+    x = x.contiguous()
+    KERNELS.lib.quire_sigmoid_gate(x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0), *x.shape)
+    return x
+
+
 @by_stages(0, 1, 2, 3, like=2)
 def scan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, pages: torch.Tensor, step: StateStep
@@ -204,7 +214,17 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _step(pages: torch.Tensor, step: StateStep) -> tuple[int, ...]:
     """Return the arguments of the kernels for the pages and requests of a step."""
-    assert pages.is_contiguous() and pages.dtype == torch.float32 and step.starts.dtype == torch.int32
-    tensors = pages, step.read, step.write, step.fresh, step.starts
-    assert all(tensor.is_contiguous() for tensor in tensors)
+    return (address(pages), *step_args(step))
+
+
+def address(pages: torch.Tensor) -> int:
+    """Return the address of the pages of a state."""
+    assert pages.is_contiguous() and pages.dtype == torch.float32
+    return pages.data_ptr()
+
+
+def step_args(step: StateStep) -> tuple[int, ...]:
+    """Return the arguments of the kernels for the requests of a step."""
+    tensors = step.read, step.write, step.fresh, step.starts
+    assert step.starts.dtype == torch.int32 and all(tensor.is_contiguous() for tensor in tensors)
     return (*(tensor.data_ptr() for tensor in tensors), len(step.read))

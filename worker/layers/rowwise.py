@@ -14,6 +14,11 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return x.neg().exp_().add_(1.0).reciprocal_()
 
 
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Multiply x `[T, D]` by the sigmoid of `gate`, rounded to its dtype. A platform's form may overwrite x."""
+    return x * sigmoid(gate.float()).to(gate.dtype)
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     return sigmoid(x).mul_(x)
 

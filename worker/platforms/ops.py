@@ -20,7 +20,7 @@ from quire.worker.layers.moe import fused_experts
 from quire.worker.layers.norm import add_rms_norm, rms_norm
 from quire.worker.layers.rotary import apply_rotary
 from quire.worker.layers.routing import route
-from quire.worker.layers.rowwise import l2_norm
+from quire.worker.layers.rowwise import l2_norm, sigmoid_gate
 from quire.worker.layers.states.delta_rule import delta_inputs, gated_delta_rule, gated_norm
 from quire.worker.layers.states.linear_attention import linear_attention
 from quire.worker.layers.states.selective_scan import float_linear, selective_scan
@@ -123,6 +123,7 @@ class Ops:
     gated_delta_rule = staticmethod(gated_delta_rule)
     delta_inputs = staticmethod(delta_inputs)
     gated_norm = staticmethod(gated_norm)
+    sigmoid_gate = staticmethod(sigmoid_gate)
     state_norm = staticmethod(rms_norm)  # of float32 rows `[.., D]`
     l2_norm = staticmethod(l2_norm)
 

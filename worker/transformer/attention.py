@@ -4,7 +4,7 @@ normalise q and k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -17,7 +17,6 @@ from quire.worker.layers.attention import Attention
 from quire.worker.layers.linear import (
     PLAIN_WEIGHTS,
     ColumnParallelLinear,
-    Linear,
     Part,
     QKVParallelLinear,
     RowParallelLinear,
@@ -292,7 +291,7 @@ class GatedAttention(SelfAttention):
     (Qwen3-Next). Normalises each head of q and k.
     """
 
-    native_twin: ClassVar = "mixer"  # see `StateMixer`
+    native_twin: ClassVar = "gated_attention"
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, weights: WeightFormat = PLAIN_WEIGHTS):
         super().__init__(spec, layer, prefix, weights)
@@ -304,23 +303,17 @@ class GatedAttention(SelfAttention):
         method = weights.linear(f"{prefix}.qkv_proj")
         self.qkv_proj = ColumnParallelLinear(spec.hidden_size, shards, spec.attention_bias, method)
         self.width = q.length  # for the queries of this rank
+        self.sigmoid_gate = TORCH.sigmoid_gate
 
-    @property
-    def out_proj(self) -> Linear:
-        return self.o_proj
-
-    def projections(self) -> tuple[Linear, ...]:
-        return (self.qkv_proj,)
+    def use(self, ops: Ops) -> None:
+        super().use(ops)
+        self.sigmoid_gate = ops.sigmoid_gate
 
     def forward(self, x: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        return self.o_proj(self.mix((self.qkv_proj(x),), call))
-
-    def mix(self, projected: Sequence[torch.Tensor], call: LayerCall) -> torch.Tensor:
         meta = call.attn[self.attn.cache_group]
-        q, gate, kv = projected[0].tensor_split([self.width, 2 * self.width], -1)
+        q, gate, kv = self.qkv_proj(x).tensor_split([self.width, 2 * self.width], -1)
         attended = self.attn.attend(self.write_cache(torch.cat([q, kv], -1), call.rotation, meta), meta)
-        attended, gate = call.needed(attended), call.needed(gate)
-        return attended * sigmoid(gate.float()).to(gate.dtype)
+        return self.o_proj(self.sigmoid_gate(call.needed(attended), call.needed(gate)))
 
 
 # by `LayerSpec.qk_norm`

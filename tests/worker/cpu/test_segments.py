@@ -14,6 +14,7 @@ from quire.worker.cpu.attention import CpuNativeAttention
 from quire.worker.cpu.device import CpuPlatform
 from quire.worker.cpu.fixed_order_attention import CpuFixedAttention
 from quire.worker.cpu.fixed_order_linear import fix_order
+from quire.worker.cpu.segments import Segments
 from quire.worker.models.registry import build_model, read_model_spec
 from quire.worker.transformer.attention import SelfAttention
 from quire.worker.weights.loader import load_weights
@@ -22,6 +23,16 @@ from tests.helpers.worker.dense_attention import DenseAttention, PagedRunner
 
 # Prompts, a step of more than 1024 tokens, odd sizes and single tokens.
 STEPS = [{0: 3, 1: 290}, {0: 1, 1: 1}, {0: 40, 2: 1}, {0: 560, 1: 7, 2: 530}, {2: 1}]
+
+_HYBRID = {"hidden_size": 128, "intermediate_size": 96}
+_WIDE_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 144, "linear_num_value_heads": 2}
+HYBRIDS = [
+    ("qwen3_5", _HYBRID),
+    ("qwen3_5", _HYBRID | _WIDE_HEADS),
+    ("lfm2", _HYBRID),
+    ("lfm2", _HYBRID | {"hidden_size": 576}),  # more channels than a convolution takes at a time
+    ("lfm2_moe", _HYBRID),
+]
 
 
 def _model(folder: str, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None):
@@ -116,18 +127,41 @@ def test_same_bits_of_experts(checkpoint, native_kernels, monkeypatch, name, cha
 @pytest.mark.parametrize("wanted", [None, lambda count: 1], ids=["all", "last"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["free", "deterministic"])
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "lfm2_moe"])
-def test_same_bits_of_mixers_with_states(native_kernels, monkeypatch, tmp_path, family, fixed, quantization, wanted):
-    """Python passes the states between two segments, and attends where heads have gates."""
-    sizes = {"hidden_size": 128, "intermediate_size": 96}
+@pytest.mark.parametrize("backend", [DenseAttention, CpuFixedAttention])
+@pytest.mark.parametrize(("family", "sizes"), HYBRIDS, ids=str)
+def test_same_bits_of_mixers_with_states(
+    native_kernels, monkeypatch, tmp_path, family, sizes, backend, fixed, quantization, wanted
+):
+    """Both if the native call includes convolutions, delta rules and gates, and if Python computes them."""
     model = _model(build_family(family, tmp_path, "bfloat16", **sizes), quantization=quantization)
     if fixed:
         fix_order(model)
-    got = _play(model, CpuFixedAttention(), wanted)
+    got = _play(model, backend(), wanted)
     assert model.model.fused_layers() is not None
     monkeypatch.setattr(model.model, "fused_layers", lambda: None)
-    for ours, theirs in zip(got, _play(model, CpuFixedAttention(), wanted)):
+    for ours, theirs in zip(got, _play(model, backend(), wanted)):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), HYBRIDS, ids=str)
+def test_one_call_for_mixers_with_states(native_kernels, monkeypatch, tmp_path, family, sizes):
+    """No part of a layer of these families is left to Python."""
+    model = _model(build_family(family, tmp_path, "bfloat16", **sizes))
+    monkeypatch.setattr(Segments, "_run_in_turn", lambda *_: pytest.fail("Python runs a part of the layers"))
+    _play(model, CpuNativeAttention())
+    assert isinstance(model.model.fused_layers(), Segments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), HYBRIDS, ids=str)
+def test_states_do_not_depend_on_how_a_prompt_is_cut(native_kernels, tmp_path, family, sizes):
+    """70 tokens at once, and in steps that end within a piece of the mixers' tokens; the last step has one token."""
+    model = _model(build_family(family, tmp_path, "bfloat16", **sizes))
+    fix_order(model)
+    whole = _play(model, CpuFixedAttention(), steps=[{0: 70}])[0]
+    parts = _play(model, CpuFixedAttention(), steps=[{0: 33}, {0: 5}, {0: 31}, {0: 1}])
+    assert torch.equal(whole, torch.cat(parts))
 
 
 @pytest.mark.slow

@@ -217,20 +217,20 @@ void rotated_keys(const QkvArgs& a, long count, From&& from, Keep&& keep) {
 template <typename T, typename C>
 void qkv_token(const QkvArgs& a, long t, long position, long slot) {
   const long d = a.head_dim, hq = a.num_heads, hk = a.num_kv_heads;
-  T* row = (T*)a.qkv + t * a.ld_qkv;
+  T *row = (T*)a.qkv + t * a.ld_qkv, *keys = row + hq * d + a.gap;
   const float* cs = angles(a, position);
   if (a.q_weight || cs)
     norm_rope_heads<T>(hq, a.q_weight, a, [&](long h) { return Head<T>{row + h * d, row + h * d, cs}; });
   if constexpr (kScaled<C>) {
     rotated_keys<T>(
-        a, hk, [&](long h) { return Head<T>{row + (hq + h) * d, nullptr, cs}; },
+        a, hk, [&](long h) { return Head<T>{keys + h * d, nullptr, cs}; },
         [&](long h, const T* key) { store_key<T, C>(a, key, slot, h); });
-    for (long h = 0; h < hk; h++) store_value<T, C>(a, row + (hq + hk + h) * d, slot, h);
+    for (long h = 0; h < hk; h++) store_value<T, C>(a, keys + (hk + h) * d, slot, h);
     return;
   }
   T *k = key_place<T>(a, slot), *v = value_place<T>(a, slot);
-  norm_rope_heads<T>(hk, a.k_weight, a, [&](long h) { return Head<T>{row + (hq + h) * d, k + h * a.k_head, cs}; });
-  for (long h = 0; h < hk; h++) memcpy(v + h * a.v_head, row + (hq + hk + h) * d, d * sizeof(T));
+  norm_rope_heads<T>(hk, a.k_weight, a, [&](long h) { return Head<T>{keys + h * d, k + h * a.k_head, cs}; });
+  for (long h = 0; h < hk; h++) memcpy(v + h * a.v_head, keys + (hk + h) * d, d * sizeof(T));
 }
 
 // Processes one head of q, k or v for `count` tokens, x with row stride ldx: writes q to a.qkv, k and v to the cache.

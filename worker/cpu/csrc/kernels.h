@@ -18,6 +18,7 @@ struct QkvArgs {
   float eps;
   long cache;  // a CacheType
   Scales k_scales, v_scales;
+  long gap;  // columns between the queries and the keys
 };
 
 // Callback for output tiles that replaces `out`: called with some columns of some rows, in the thread that computed
@@ -96,6 +97,7 @@ void quire_run_adapted_experts(const Experts* e, const bf16* x, long ldx, const 
                                bf16* out, long ldo, long tokens, const LoraRows* gate_up, const LoraRows* down,
                                long count);
 void quire_route(const Routing* r, const float* logits, float* weights, int64_t* ids, long tokens);
+void quire_sigmoid_gate(bf16* x, long ldx, const bf16* gate, long ldg, long rows, long width);
 void quire_qkv_to_cache(const QkvArgs* a, void* qkv, const long* positions, const long* slots, long num_tokens);
 void quire_qkv_head_to_cache(const QkvArgs* a, long head, const bf16* x, long ldx, const long* positions,
                              const long* slots, long token, long count);

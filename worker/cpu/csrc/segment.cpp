@@ -7,6 +7,7 @@
 #include "gemm.h"
 #include "kernels.h"
 #include "lora_tiles.h"
+#include "mixers.h"
 #include "parallel.h"
 
 namespace {
@@ -117,6 +118,8 @@ struct Segment {
   const void* attention;              // the previous layer's `Layer`, for quire_paged_attention
   long group;                         // the next layer's `CacheGroup`
   const Mixture* mixture;             // replaces gate_up and down; null: none
+  const StateMixer* mixer;            // the previous layer's, which replaces `attention`; null: none
+  long gated;                         // attention's result is multiplied by gates, the columns after the queries
   long at_once;                       // tokens per piece
   long hidden, wide;                  // wide: the weights of the norms are float32
   float eps;
@@ -127,6 +130,7 @@ struct CacheGroup {
   const long* slots;
   const int* block_table;
   long ld_table;
+  StateStep states;  // of a group of states, which has nothing else
 };
 
 void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const void* weight, bf16* out, long ldo,
@@ -138,7 +142,8 @@ void add_norm(const Segment& s, const bf16* x, long ldx, bf16* residual, const v
 // Returns false, with nothing done, if the matmul cannot produce its output head by head.
 bool qkv_to_cache(const Segment& s, const bf16* x, long ldx, bf16* out, const long* positions, const long* slots,
                   long rows, const LoraSums* lora) {
-  if (!s.cache.head_dim || s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16 || s.qkv.next) return false;
+  if (!s.cache.head_dim || s.cache.head_dim % 32 != 0 || s.cache.dtype != kBf16 || s.qkv.next || s.cache.gap)
+    return false;
   struct Heads { QkvArgs args; const long *positions, *slots; } heads{s.cache, positions, slots};
   heads.args.qkv = out;
   const Sink sink{s.cache.head_dim, &heads,
@@ -234,8 +239,12 @@ void quire_run_layers(const Segment* segments, long num_layers, bf16* residual, 
                     lora, num_lora);
   for (const Segment *s = segments + 1, *last = segments + num_layers; s <= last; s++) {
     const CacheGroup& group = groups[s[-1].group];
-    quire_paged_attention(s->attention, qkv, segments->cache.ld_qkv, attended, lda, group.block_table, group.ld_table,
-                          seq_lens, query_start_loc, num_requests, path, s == last ? wanted : nullptr, num_wanted);
+    const long ld = segments->cache.ld_qkv;
+    if (s->mixer) quire_mix(s->mixer, &group.states, qkv, ld, attended, lda);
+    else
+      quire_paged_attention(s->attention, qkv, ld, attended, lda, group.block_table, group.ld_table, seq_lens,
+                            query_start_loc, num_requests, path, s == last ? wanted : nullptr, num_wanted);
+    if (s->gated) quire_sigmoid_gate(attended, lda, qkv + s->o_proj.k, ld, tokens, s->o_proj.k);
     if (s == last && wanted) {
       keep_rows(attended, lda, s->o_proj.k, wanted, num_wanted);
       keep_rows(residual, s->hidden, s->hidden, wanted, num_wanted);

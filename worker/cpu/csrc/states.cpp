@@ -4,181 +4,25 @@
 // selective_scan.py.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "old_glibc.h"
 #include "parallel.h"
-#include "simd.h"
+#include "recurrent.h"
 
 namespace {
 
-constexpr long kMost = 1024;  // entries of a key or value
 constexpr long kChannels = 64;  // channels that are one piece of work
-constexpr long kConvolved = 512;  // the same, of the convolution of a prompt: rows of a page are read in order
-constexpr long kWidest = 16;
-
-// The requests of a step: request i has tokens starts[i] : starts[i + 1], reads page read[i] unless it is fresh, and
-// writes page write[i].
-struct Step {
-  const long *read, *write;
-  const bool* fresh;
-  const int* starts;
-
-  // The part of `size` floats at `offset` of the page that request i writes, with what it reads.
-  float* state(float* pages, long page_size, long i, long offset, long size) const {
-    float* to = pages + write[i] * page_size + offset;
-    if (fresh[i]) {
-      std::fill(to, to + size, 0.f);
-    } else if (read[i] != write[i]) {
-      memcpy(to, pages + read[i] * page_size + offset, size * sizeof(float));
-    }
-    return to;
-  }
-};
-
-// x / (1 + exp(-x)); exp stays finite.
-vf exact_silu(vf x) { return x / (set1(1.f) + exp_exact(min(max(zero() - x, set1(-86.f)), set1(86.f)))); }
-
-// One token passes some neighbouring columns of a head's state, whose rows are `ld` apart; they stay in L1 from token
-// to token, and their sums in registers.
-template <typename V, int N>
-struct Columns {
-  // S = decay S; d = strength (v - k S); S += k d; o = q S
-  static void delta(float* s, long ld, long dk, const float* decay, const float* key, const float* query,
-                    float strength, const float* value, float* o) {
-    V sum[N] = {};
-    for (long j = 0; j < dk; j++)
-      for (int n = 0; n < N; n++) sum[n] += V(key[j] * decay[j]) * V::of(s + j * ld, n);
-    for (int n = 0; n < N; n++) sum[n] = V(strength) * (V::of(value, n) - sum[n]);
-    update(s, ld, dk, [&](long j) { return decay[j]; }, key, query, sum, o);
-  }
-  // S = kept S + k v; o = q S
-  static void linear(float* s, long ld, long dk, float kept, const float* key, const float* query, const float* value,
-                     float* o) {
-    V added[N];
-    for (int n = 0; n < N; n++) added[n] = V::of(value, n);
-    update(s, ld, dk, [&](long) { return kept; }, key, query, added, o);
-  }
-
- private:
-  template <typename Kept>
-  static void update(float* s, long ld, long dk, Kept kept, const float* key, const float* query, const V* added,
-                     float* o) {
-    V sum[N] = {};
-    for (long j = 0; j < dk; j++)
-      for (int n = 0; n < N; n++) {
-        const V next = V(kept(j)) * V::of(s + j * ld, n) + V(key[j]) * added[n];
-        next.to(s + j * ld, n);
-        sum[n] += V(query[j]) * next;
-      }
-    for (int n = 0; n < N; n++) sum[n].to(o, n);
-  }
-};
-
-struct Sixteen {
-  vf x = zero();
-  Sixteen() = default;
-  Sixteen(vf y) : x(y) {}
-  explicit Sixteen(float y) : x(set1(y)) {}
-  static Sixteen of(const float* p, int n) { return load(p + 16 * n); }
-  void to(float* p, int n) const { store(p + 16 * n, x); }
-  Sixteen operator*(Sixteen y) const { return x * y.x; }
-  Sixteen operator+(Sixteen y) const { return x + y.x; }
-  Sixteen operator-(Sixteen y) const { return x - y.x; }
-  void operator+=(Sixteen y) { x = x + y.x; }
-};
-
-struct One {
-  float x = 0.f;
-  One() = default;
-  explicit One(float y) : x(y) {}
-  static One of(const float* p, int n) { return One(p[n]); }
-  void to(float* p, int n) const { p[n] = x; }
-  One operator*(One y) const { return One(x * y.x); }
-  One operator+(One y) const { return One(x + y.x); }
-  One operator-(One y) const { return One(x - y.x); }
-  void operator+=(One y) { x += y.x; }
-};
-
-// Calls f(Columns, first column) for all of dv columns.
-template <typename F>
-void by_columns(long dv, F&& f) {
-  long e = 0;
-  for (; e + 32 <= dv; e += 32) f(Columns<Sixteen, 2>(), e);
-  for (; e + 16 <= dv; e += 16) f(Columns<Sixteen, 1>(), e);
-  for (; e < dv; e++) f(Columns<One, 1>(), e);
-}
-
-void exp_all(const float* x, float* y, long n) {
-  long j = 0;
-  for (; j + 16 <= n; j += 16) store(y + j, exp_exact(max(load(x + j), set1(-86.f))));
-  for (; j < n; j++) y[j] = std::exp(x[j]);
-}
-
-// Rows of a convolution's input that its next results read, in float32.
-template <typename T>
-struct Latest;
-
-template <>
-struct Latest<float> {
-  void add(long t, const float* row, long) { rows_[t % kWidest] = row; }
-  const float* row(long t) const { return rows_[t % kWidest]; }
-
- private:
-  const float* rows_[kWidest];
-};
-
-template <>
-struct Latest<bf16> {
-  void add(long t, const bf16* row, long count) {
-    float* to = rows_[t % kWidest];
-    long c = 0;
-    for (; c + 16 <= count; c += 16) store(to + c, load(row + c));
-    for (; c < count; c++) to[c] = to_float(row[c]);
-  }
-  const float* row(long t) const { return rows_[t % kWidest]; }
-
- private:
-  float rows_[kWidest][kConvolved];
-};
 
 template <typename T>
-void convolve(const T* x, long ld, const float* weight, const float* bias, float* pages, const Step& step,
-              long num_requests, long channels, long width, bool activated, float* out) {
-  const long wide = num_requests > 1 ? kChannels : kConvolved;
-  const long pieces = (channels + wide - 1) / wide, page_size = (width - 1) * channels;
+void convolve(const T* x, long ld, const Convolution& conv, float* pages, const Step& step, long num_requests,
+              float* out) {
+  const long wide = num_requests > 1 ? kChannels : kConvolved, channels = conv.channels;
+  const long pieces = (channels + wide - 1) / wide, page_size = (conv.width - 1) * channels;
   parallel_for(num_requests * pieces, 1, [&](long piece) {
-    const long i = piece / pieces, first = piece % pieces * wide, count = std::min(wide, channels - first);
-    const long start = step.starts[i], n = step.starts[i + 1] - start;
-    float before[kWidest][kConvolved];
-    for (long j = 0; j < width - 1; j++) {
-      if (step.fresh[i]) std::fill(before[j], before[j] + count, 0.f);
-      else memcpy(before[j], pages + step.read[i] * page_size + j * channels + first, count * sizeof(float));
-    }
-    Latest<T> latest;  // the chunk's last rows
-    const auto input = [&](long t) { return t < 0 ? before[width - 1 + t] : latest.row(t); };
-    const long whole = count / 16 * 16;
-    for (long t = 0; t < n; t++) {
-      latest.add(t, x + (start + t) * ld + first, count);
-      const float* in[kWidest];
-      for (long k = 0; k < width; k++) in[k] = input(t - (width - 1) + k);
-      float* y = out + (start + t) * channels + first;
-      for (long c = 0; c < whole; c += 16) {
-        vf sum = bias ? load(bias + first + c) : zero();
-        for (long k = 0; k < width; k++) sum = fma(load(in[k] + c), load(weight + k * channels + first + c), sum);
-        store(y + c, activated ? exact_silu(sum) : sum);
-      }
-      float last[16] = {};
-      for (long c = whole; c < count; c++) {
-        last[c - whole] = bias ? bias[first + c] : 0.f;
-        for (long k = 0; k < width; k++) last[c - whole] += in[k][c] * weight[k * channels + first + c];
-      }
-      if (activated && whole < count) store(last, exact_silu(load(last)));
-      std::copy(last, last + (count - whole), y + whole);
-    }
-    for (long j = 0; j < width - 1; j++)
-      memcpy(pages + step.write[i] * page_size + j * channels + first, input(n - (width - 1) + j),
-             count * sizeof(float));
+    const long i = piece / pieces, first = piece % pieces * wide, start = step.starts[i];
+    conv.run(x + start * ld + first, ld, step.starts[i + 1] - start, first, std::min(wide, channels - first),
+             step.fresh[i] ? nullptr : pages + step.read[i] * page_size, pages + step.write[i] * page_size,
+             out + start * channels + first, channels);
   });
 }
 
@@ -192,8 +36,9 @@ void quire_causal_conv(const void* x, long ld, const float* weight, const float*
                        const long* write, const bool* fresh, const int* starts, long num_requests, long channels,
                        long width, bool activated, float* out, bool narrow) {
   const Step step{read, write, fresh, starts};
-  if (narrow) convolve((const bf16*)x, ld, weight, bias, pages, step, num_requests, channels, width, activated, out);
-  else convolve((const float*)x, ld, weight, bias, pages, step, num_requests, channels, width, activated, out);
+  const Convolution conv{weight, bias, channels, width, activated};
+  if (narrow) convolve((const bf16*)x, ld, conv, pages, step, num_requests, out);
+  else convolve((const float*)x, ld, conv, pages, step, num_requests, out);
 }
 
 // q, k [T, k_heads, dk], v [T, heads, dv] with row stride ld_v, g [T, heads, decays] with decays 1 or dk, beta [T,
@@ -212,8 +57,8 @@ void quire_delta_rule(const float* q, const float* k, const float* v, long ld_v,
         const float *key = k + (t * k_heads + k_head) * dk, *query = q + (t * k_heads + k_head) * dk;
         if (decays == 1) std::fill(decay, decay + dk, std::exp(gates[0]));
         else exp_all(gates, decay, dk);
-        columns.delta(s + e, dv, dk, decay, key, query, strength, v + t * ld_v + head * dv + e,
-                      out + (t * heads + head) * dv + e);
+        columns.delta(s + e, dv, dk, [&](long j) { return decay[j]; }, key, query, strength,
+                      v + t * ld_v + head * dv + e, out + (t * heads + head) * dv + e);
       }
     });
   });
