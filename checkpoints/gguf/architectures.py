@@ -20,7 +20,7 @@ class GgufArchitecture:
     """One architecture. `settings`: keys of config.json. `of_states`: other names, in layers that have a tensor of the
     first. `swapped`: rows of q and k are in the order of interleaved rotary pairs. `shifted`: norms are stored as 1 + w
     where safetensors have w, those whose names end with a key of `offsets` as that number + w. `fused_qkv`: the decoder
-    has one weight for q, k and v.
+    has one weight for q, k and v. `scaled_latents`: norms of latents include the factor that follows them.
     """
 
     architecture: str  # in config.json
@@ -32,6 +32,7 @@ class GgufArchitecture:
     shifted: bool = False
     offsets: Mapping[str, float] = field(default_factory=dict)
     fused_qkv: bool = False
+    scaled_latents: bool = False
 
     def tensor_names(self, tensors: Collection[str], num_layers: int) -> dict[str, str]:
         """Return the decoder's name of each tensor of a file, by its name in the file."""
@@ -59,6 +60,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "deepseek2-ocr": GgufArchitecture("DeepseekForCausalLM", "deepseek", mixture.deepseek),
     "deepseek32": GgufArchitecture("DeepseekV32ForCausalLM", "deepseek_v32", mixture.indexed),
     "dots1": GgufArchitecture("Dots1ForCausalLM", "dots1", mixture.dots1),
+    "dots3note": GgufArchitecture(
+        "Dots3NoteForCausalLM", "dots3_note_text", mixture.dots3, mixture.DOTS3, scaled_latents=True
+    ),
     "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", "ernie4_5", lambda m: {"use_bias": m.has_bias()}),
     "ernie4_5-moe": GgufArchitecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", mixture.ernie_moe),
     "exaone-moe": GgufArchitecture("ExaoneMoeForCausalLM", "exaone_moe", mixture.exaone_moe),
@@ -85,9 +89,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "hunyuan-dense": GgufArchitecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", dense.attention_bias),
     "hunyuan-moe": GgufArchitecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", mixture.hunyuan_moe),
     "hy_v3": GgufArchitecture("HYV3ForCausalLM", "hy_v3", mixture.hy_v3),
+    "hy_v4": GgufArchitecture("HYV4ForCausalLM", "hy_v4", mixture.hy_v4, mixture.HY_V4),
     "jais2": GgufArchitecture("Jais2ForCausalLM", "jais2", dense.nemotron),
     "jamba": GgufArchitecture("JambaForCausalLM", "jamba", recurrent.jamba, recurrent.MAMBA1),
     "kimi-linear": GgufArchitecture("KimiLinearForCausalLM", "kimi_linear", recurrent.kimi_linear, recurrent.KIMI),
+    "laguna": GgufArchitecture("LagunaForCausalLM", "laguna", mixture.laguna, mixture.GATED),
     "lfm2": GgufArchitecture("Lfm2ForCausalLM", "lfm2", recurrent.lfm2, recurrent.SHORT_CONV),
     "lfm2moe": GgufArchitecture("Lfm2MoeForCausalLM", "lfm2_moe", recurrent.lfm2_moe, recurrent.SHORT_CONV),
     "llama": GgufArchitecture("LlamaForCausalLM", "llama", mixture.llama, swapped=True),
@@ -152,8 +158,6 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3vlmoe": GgufArchitecture("Qwen3MoeForCausalLM", "qwen3_moe", mixture.qwen3_moe),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM", "seed_oss", dense.attention_bias),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", dense.attention_bias, swapped=True),
-    "step35": GgufArchitecture(
-        "Step3p5ForCausalLM", "step3p5", mixture.step35, PRE | {"attn_gate": "self_attn.g_proj"}, shifted=True
-    ),
+    "step35": GgufArchitecture("Step3p5ForCausalLM", "step3p5", mixture.step35, mixture.GATED, shifted=True),
     "starcoder2": GgufArchitecture("Starcoder2ForCausalLM", "starcoder2", dense.starcoder2),
 }

@@ -75,9 +75,20 @@ def _kv_heads(m: Metadata) -> list[int] | int:
     return found if any(found) else heads
 
 
+def _latent_index(m: Metadata) -> int | None:
+    """Return the first layer with latent attention, without a window if files say which layers have one."""
+    pattern = m.find("attention.sliding_window_pattern")
+    windows = {i for i, slides in enumerate(pattern) if slides} if isinstance(pattern, list) else set()
+    return next((i for i in m.layers_with(_LATENT) if i not in windows), None)
+
+
 def _latent_layer(m: Metadata) -> str | None:
-    """Return the name prefix of the first layer with latent attention."""
-    return next((f"blk.{i}" for i in m.layers_with(_LATENT)), None)
+    """Return that layer's name prefix."""
+    return None if (layer := _latent_index(m)) is None else f"blk.{layer}"
+
+
+def _latent_heads(m: Metadata) -> int:
+    return m.each("attention.head_count")[_latent_index(m) or 0]
 
 
 def _rotary(m: Metadata) -> int:
@@ -95,14 +106,14 @@ def _latent_rank(m: Metadata) -> int | None:
 
 
 def _latent_key(m: Metadata) -> int:
-    layer, heads = _latent_layer(m), m.one("attention.head_count")
+    layer, heads = _latent_layer(m), _latent_heads(m)
     rows = m.rows(f"{layer}.attn_q_b.weight") or m.rows(f"{layer}.attn_q.weight")
     return rows // heads or m.get("attention.key_length")
 
 
 def _latent_value(m: Metadata) -> int | None:
     columns = m.columns(f"{_latent_layer(m)}.attn_output.weight")
-    return columns // m.one("attention.head_count") or m.find("attention.value_length")
+    return columns // _latent_heads(m) or m.find("attention.value_length")
 
 
 def _per_layer_width(m: Metadata) -> int:
@@ -135,7 +146,7 @@ def _exaone4_period(m: Metadata) -> int:
 _T = "from the tensors"
 _GRANITE = ("granite", "granite_swa", "granitehybrid", "granitemoe")
 _DELTA = ("qwen35", "qwen35moe", "qwen3next")
-_ALSO_WITHOUT_WINDOWS = ("gemma3", "mellum", "modern-bert", "olmo2", "phi3", "plamo3", "starcoder2")
+_ALSO_WITHOUT_WINDOWS = ("gemma3", "laguna", "mellum", "modern-bert", "olmo2", "phi3", "plamo3", "starcoder2")
 _OWN_LOCAL_THETA = ("gemma-embedding", "gemma3", "gemma3n", "gemma4", "modern-bert", "plamo3")
 
 DEFAULTS: dict[str, tuple[Default, ...]] = {
@@ -171,7 +182,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
     "attention.sliding_window_pattern": (
         Default(2, ("gemma2", "gpt-oss")),
         Default(3, ("modern-bert",)),
-        Default(4, ("afmoe", "cohere2", "exaone-moe", "mellum", "olmo2")),
+        Default(4, ("afmoe", "cohere2", "exaone-moe", "laguna", "mellum", "olmo2")),
         Default(_exaone4_period, ("exaone4",), "4 with 64 layers"),
         Default(5, ("gemma3n",)),
         Default(6, ("gemma3", "gemma-embedding")),
@@ -199,7 +210,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
     "embedding_scale": (Default(0.0, _GRANITE),),
     "attention.scale": (Default(0.0, _GRANITE),),
     "attention.temperature_scale": (Default(0.0),),
-    "swiglu_clamp_exp": (Default(0.0, ("glm5-next",)),),
+    "swiglu_clamp_exp": (Default(0.0, ("glm5-next", "hy_v4")),),
     "swiglu_clamp_shexp": (Default(lambda m: m.get("swiglu_clamp_exp"), ("glm5-next",), "swiglu_clamp_exp"),),
     # others
     "altup.active_idx": (Default(0),),

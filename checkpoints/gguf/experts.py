@@ -5,9 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from quire.checkpoints.gguf.metadata import FULL, SLIDING, Metadata, Settings
+from quire.checkpoints.gguf.names import PRE
+from quire.checkpoints.gguf.ropes import named_scaling
 from quire.checkpoints.gguf.settings import granite, latent, logit_bound
 
 _SIGMOID = 2  # expert_gating_func
+GATED = PRE | {"attn_gate": "self_attn.g_proj"}
+DOTS3 = GATED | {"attn_k_norm": "self_attn.k_rope_only_layernorm"}
+_STREAMS = {"attn": "hc_attn_layer", "ffn": "hc_mlp_layer"}
+HY_V4 = GATED | {
+    f"{place}_{name}.weight": f"{module}_{name}"
+    for name in ("fn", "base", "scale")
+    for place, module in (
+        *((f"hc_{half}", f"{layer}.hc_pre.hc") for half, layer in _STREAMS.items()),
+        ("output_hc", "model.hc_head.hc_head"),
+    )
+}
 
 
 def experts(m: Metadata, size_key: str = "moe_intermediate_size", **more: Any) -> Settings:
@@ -222,10 +235,15 @@ def dots1(m: Metadata) -> Settings:
     return deepseek(m) | plain | {"norm_topk_prob": m.get("expert_weights_norm")}
 
 
-def mellum(m: Metadata) -> Settings:
-    scaling, factor = m.get("rope.scaling.type"), m.find("rope.scaling.factor") or 1.0
-    if scaling != "none" and (scaling, factor) != ("linear", 1.0):
+def _check_unscaled(m: Metadata) -> None:
+    """Raise ValueError if rotary embeddings are scaled."""
+    if named_scaling(m):
+        scaling = m.get("rope.scaling.type")
         raise ValueError(f"{m.file.path}: {m.kind}.rope.scaling.type {scaling!r} is not supported in these files")
+
+
+def mellum(m: Metadata) -> Settings:
+    _check_unscaled(m)
     local = m.find("rope.freq_base_swa") or m.get("rope.freq_base")
     return (
         qwen3_moe(m)
@@ -289,3 +307,107 @@ def step35(m: Metadata) -> Settings:
             use_head_wise_attn_gate=m.has("attn_gate.weight"),
         )
     )
+
+
+def laguna(m: Metadata) -> Settings:
+    """Return the settings. Only layers without a window have scaled rotary embeddings."""
+    m.check("expert_weights_norm", True)
+    m.check("expert_gating_func", _SIGMOID, 0)
+    heads, dim, rotary = m.each("attention.head_count"), m.get("attention.key_length"), m.get("rope.dimension_count")
+    full = named_scaling(m) or {"rope_type": "default"}
+    local = {"rope_type": "default", "rope_theta": m.find("rope.freq_base_swa") or m.get("rope.freq_base")}
+    ropes = {
+        FULL: full | {"rope_theta": m.get("rope.freq_base"), "partial_rotary_factor": rotary / dim},
+        SLIDING: local | {"partial_rotary_factor": (m.find("rope.dimension_count_swa") or rotary) / dim},
+    }
+    return m.listed_windows(full_first=True) | experts(
+        m,
+        num_attention_heads=heads[0],
+        num_attention_heads_per_layer=heads,
+        attention_bias=m.has_bias(),
+        gating=_gating(m, heads, dim),
+        mlp_layer_types=_kinds_of_mlp(m),
+        shared_expert_intermediate_size=m.get("expert_shared_feed_forward_length"),
+        moe_routed_scaling_factor=weights_scale(m),
+        partial_rotary_factor=1.0,
+        rope_parameters=ropes,
+    )
+
+
+def _gating(m: Metadata, heads: list[int], dim: int) -> str:
+    """Return how fine the gate of the attended values is. Raises ValueError if that differs from layer to layer."""
+    rows = [m.rows(f"blk.{i}.attn_gate.weight") for i in range(len(heads))]
+    for name, per_head in (("per-head", 1), ("per-element", dim)):
+        if rows == [number * per_head for number in heads]:
+            return name
+    raise ValueError(f"{m.file.path}: the tensors attn_gate must all have one row per head, or all {dim}, not {rows}")
+
+
+def _kinds_of_mlp(m: Metadata) -> list[str]:
+    dense = m.get("leading_dense_block_count")
+    return ["dense" if i < dense else "sparse" for i in range(m.num_layers())]
+
+
+def dots3(m: Metadata) -> Settings:
+    """Return the settings of layers without a window, and as "swa_" those of the others."""
+    m.check("expert_gating_func", _SIGMOID)
+    _check_unscaled(m)
+    kinds, heads, rope = m.layer_types(), m.each("attention.head_count"), m.get("rope.dimension_count")
+    full, local = (heads[kinds.index(kind)] if kind in kinds else 0 for kind in (FULL, SLIDING))
+    key, local_key = m.get("attention.key_length_mla"), m.get("attention.key_length_mla_swa")
+    rank, local_rank = m.get("attention.q_lora_rank"), m.get("attention.kv_lora_rank_swa")
+    m.check("attention.key_length_swa", local_rank + rope)
+    _check_choosers(m, [kind == FULL for kind in kinds])
+    return (
+        deepseek(m)
+        | groups(m)
+        | index(m)
+        | {
+            "layer_types": kinds,
+            "sliding_window": m.get("attention.sliding_window"),
+            "use_dsa": True,
+            "num_attention_heads": full or local,
+            "num_key_value_heads": full or local,
+            "head_dim": None,
+            "q_lora_rank": rank,
+            "kv_lora_rank": m.get("attention.kv_lora_rank"),
+            "qk_nope_head_dim": key - rope,
+            "qk_rope_head_dim": rope,
+            "v_head_dim": m.get("attention.value_length_mla"),
+            "swa_num_attention_heads": local or full,
+            "swa_num_key_value_heads": local or full,
+            "swa_head_dim": local_key,
+            "swa_q_lora_rank": rank,
+            "swa_kv_lora_rank": local_rank,
+            "swa_qk_nope_head_dim": local_key - rope,
+            "swa_qk_rope_head_dim": rope,
+            "swa_v_head_dim": m.get("attention.value_length_mla_swa"),
+            "shared_experts_intermediate_size": m.one("expert_feed_forward_length"),
+            "norm_topk_prob": m.get("expert_weights_norm"),
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": m.get("rope.freq_base")},
+                SLIDING: {"rope_type": "default", "rope_theta": m.get("rope.freq_base_swa")},
+            },
+        }
+    )
+
+
+def _check_choosers(m: Metadata, expected: list[bool]) -> None:
+    """Raise ValueError if other layers choose keys than the `expected` ones."""
+    types = m.find("attention.indexer.types")
+    if types is not None and [bool(own) for own in types[: len(expected)]] != expected:
+        raise ValueError(f"{m.file.path}: {m.kind}.attention.indexer.types must be true for layers without a window")
+
+
+def hy_v4(m: Metadata) -> Settings:
+    m.check("expert_gating_func", _SIGMOID, 0)
+    owners = m.layers_with("indexer.attn_k.weight")
+    types = m.find("attention.indexer.types") or [i in owners for i in range(m.num_layers())]
+    return indexed(m) | {
+        "indexer_types": ["full" if own else "shared" for own in types],
+        "swiglu_limit": m.one("swiglu_clamp_exp"),
+        "hc_mult": m.get("hyper_connection.count"),
+        "hc_eps": m.get("hyper_connection.epsilon"),
+        "hc_magnitude": m.get("hyper_connection.magnitude"),
+    }

@@ -30,7 +30,7 @@ _QUANTIZATION = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w.-]+)")
 _FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<path>.+\.gguf)")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _LATER_SHARD = re.compile(r"-0000[2-9]-of-|-000[1-9]\d-of-")
-_VERSION = 7  # for the folder's contents
+_VERSION = 8  # for the folder's contents
 CONVERTING = "reading the GGUF file"  # a phase of the start
 Progress = Callable[[str, float], None]
 

@@ -129,6 +129,7 @@ ARCHITECTURE: dict[str, Key] = {
     "attention.causal": Key(FLAG, note="must be what the architecture does"),
     "attention.q_lora_rank": Key(Whole(0, 1 << 20)),
     "attention.kv_lora_rank": Key(_SIZE),
+    "attention.kv_lora_rank_swa": Key(_SIZE, note="dots3"),
     "attention.relative_buckets_count": Key(_COUNT),
     "attention.sliding_window": Key(_POSITIONS, note="without effect in architectures without windows"),
     "attention.sliding_window_pattern": Key(Pattern(), note="a period, or a list of flags per layer"),
@@ -139,6 +140,8 @@ ARCHITECTURE: dict[str, Key] = {
     "attention.temperature_scale": Key(_FACTOR),
     "attention.key_length_mla": Key(_HEAD_DIM),
     "attention.value_length_mla": Key(_HEAD_DIM),
+    "attention.key_length_mla_swa": Key(_HEAD_DIM, note="dots3"),
+    "attention.value_length_mla_swa": Key(_HEAD_DIM, note="dots3"),
     "attention.key_length_swa": Key(_HEAD_DIM),
     "attention.value_length_swa": Key(_HEAD_DIM, note="must be the key's length"),
     "attention.indexer.head_count": Key(_COUNT),
@@ -147,14 +150,15 @@ ARCHITECTURE: dict[str, Key] = {
     "attention.indexer.kpool": Key(_COUNT),
     "attention.indexer.kpool_select_tail": Key(FLAG, note="must be true"),
     "attention.indexer.types": Key(Flags(), note="which layers choose keys by themselves"),
-    "hyper_connection.count": Key(Whole(1, 64), note="GLM-5-next"),
+    "hyper_connection.count": Key(Whole(1, 64), note="GLM-5-next, HY-V4"),
     "hyper_connection.sinkhorn_iterations": Key(_COUNT, note="GLM-5-next"),
-    "hyper_connection.epsilon": Key(_EPSILON, note="GLM-5-next"),
+    "hyper_connection.epsilon": Key(_EPSILON, note="GLM-5-next, HY-V4"),
+    "hyper_connection.magnitude": Key(_FACTOR, note="HY-V4"),
     "attention.shared_kv_layers": Key(_LAYERS),
     "attention.rope_pattern": Key(_ANY),
     "attention.recurrent_layers": Key(Flags(), note="Qwen3-Next, Qwen3.5; before full_attention_interval"),
     "rope.dimension_count": Key(Whole(0, 1 << 14), note="0 in files of GLM-5-next"),
-    "rope.dimension_count_swa": Key(_HEAD_DIM, note="must be the head's length"),
+    "rope.dimension_count_swa": Key(_HEAD_DIM, note="must be the head's length, except in Laguna"),
     "rope.dimension_sections": Key(_ANY, IDLE, "the parts of a position are the same for text"),
     "rope.freq_base": Key(_THETA),
     "rope.freq_base_swa": Key(_THETA),
@@ -242,7 +246,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "expert_gating_func": dict.fromkeys(
         ("llama", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "deepseek", "deepseek2-ocr", "granitemoe",
          "hunyuan-moe", "ernie4_5-moe"), _SOFTMAX)
-    | dict.fromkeys(("glm4moe", "exaone-moe", "minimax-m2", "llama4", "glm-dsa", "deepseek32", "hy_v3"), _SIGMOID)
+    | dict.fromkeys(("glm4moe", "exaone-moe", "minimax-m2", "llama4", "glm-dsa", "deepseek32", "hy_v3",
+         "dots3note", "hy_v4", "laguna"), _SIGMOID)
     | {"afmoe": _SIGMOID, "dots1": _SIGMOID, "mellum": _SOFTMAX, "mimo2": _SIGMOID, "step35": _SIGMOID}
     | {"qwen35moe": _SOFTMAX, "qwen3next": _SOFTMAX, "jamba": _SOFTMAX, "nemotron_h_moe": _SIGMOID}
     | {"kimi-linear": _SIGMOID, "bailingmoe3": _SIGMOID, "granitehybrid": _CHOSEN_SOFTMAX}

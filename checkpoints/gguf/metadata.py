@@ -91,17 +91,20 @@ class Metadata:
         """Return the number of tokens in a window of attention, or None if there are no windows."""
         return self.get("attention.sliding_window") or None
 
-    def layer_types(self) -> list[str]:
-        """Return the kinds of attention: the last layer of each period is full; with period 0 none is."""
+    def layer_types(self, full_first: bool = False) -> list[str]:
+        """Return the kinds of attention: the last layer of each period is full, or the first one; with period 0 none
+        is.
+        """
         pattern, layers = self.get("attention.sliding_window_pattern"), range(self.num_layers())
         if isinstance(pattern, list):
             return [SLIDING if slides else FULL for slides in pattern[: len(layers)]]
-        return [FULL if pattern and i % pattern == pattern - 1 else SLIDING for i in layers]
+        full = 0 if full_first else pattern - 1
+        return [FULL if pattern and i % pattern == full else SLIDING for i in layers]
 
-    def listed_windows(self) -> Settings:
+    def listed_windows(self, full_first: bool = False) -> Settings:
         """Return sliding_window and layer_types."""
-        window = self.window()
-        return {"sliding_window": window, "layer_types": self.layer_types() if window else [FULL] * self.num_layers()}
+        window, all_full = self.window(), [FULL] * self.num_layers()
+        return {"sliding_window": window, "layer_types": self.layer_types(full_first) if window else all_full}
 
     def query_scalar(self, default: int) -> float:
         """Return the number whose inverse square root scales the scores of attention."""

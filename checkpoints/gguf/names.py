@@ -122,6 +122,8 @@ def tensor_name(name: str, own: Mapping[str, str], num_layers: int | None = None
         name += ".weight"
     match = re.fullmatch(r"blk\.(\d+)\.(.+)\.(\w+)", name)
     if match is None:
+        if whole := own.get(name):
+            return whole
         base, _, kind = name.rpartition(".")
         return f"{own.get(base) or _MODEL[base]}.{kind}" if base in _MODEL else name
     layer, base, kind = match.groups()

@@ -23,6 +23,8 @@ from quire.worker.models.registry import parse_model_spec
 from quire.worker.spec.model import ModelSpec
 from tests.checkpoints.test_gguf_encoders import encoder_keys
 from tests.checkpoints.test_gguf_families import CASES, LANGUAGE_MODELS, SIZES, Case, pair, plain_deepseek
+from tests.checkpoints.test_gguf_gated import CASES as GATED
+from tests.checkpoints.test_gguf_gated import build as build_gated
 from tests.checkpoints.test_gguf_plamo import LONG, random_weights
 from tests.checkpoints.test_gguf_plamo import write_gguf as write_plamo
 from tests.checkpoints.test_gguf_states import build as build_states
@@ -42,6 +44,7 @@ DECODERS |= {
     for name, arch in (("llama3", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3"))
 }
 OTHERS = {"deepseek", "deepseek2-ocr", "glm5-next", "minimax-01", "plamo2", "plamo3", "step35"}
+OTHERS |= {case[0] for case in GATED.values()}
 STATES = {"glm5-next": "glm5_next", "minimax-01": "minimax", "step35": "step3p5"}
 ENCODERS = {"bert": "bert", "modern-bert": "modernbert", "nomic-bert": "nomic", "gemma-embedding": None}
 NAMES = [*DECODERS, *((arch, arch) for arch in sorted(OTHERS | ENCODERS.keys()))]
@@ -64,6 +67,8 @@ def written(name: str, arch: str, folder: Path) -> GgufFile:
         write_plamo(path, config, random_weights(arch, config))
     elif arch.startswith("deepseek"):
         plain_deepseek(folder, arch, PLAIN)
+    elif gated := next((name for name, case in GATED.items() if case[0] == arch), None):
+        build_gated(gated, folder)
     else:
         build_states(STATES[arch], folder)
     return read_gguf(path)

@@ -526,9 +526,9 @@ def test_older_files_of_qwen3_next(tmp_path):
 
 def test_all_architectures_are_tested():
     tested = {arch for arch, _, _ in (*CASES.values(), *LANGUAGE_MODELS.values())}
-    tested |= {"qwen2", "qwen3", "llama"}  # tests/checkpoints/test_gguf.py
-    tested |= {"deepseek", "deepseek2-ocr"}
+    tested |= {"deepseek", "deepseek2-ocr", "qwen2", "qwen3", "llama"}  # the last three: tests/checkpoints/test_gguf.py
     tested |= {"plamo2", "plamo3"}  # tests/checkpoints/test_gguf_plamo.py
+    tested |= {"dots3note", "hy_v4", "laguna"}  # tests/checkpoints/test_gguf_gated.py
     tested |= {"glm5-next", "minimax-01", "step35"}  # tests/checkpoints/test_gguf_states.py
     assert ARCHITECTURES.keys() - tested == {"bert", "gemma-embedding", "modern-bert", "nomic-bert"}  # encoders
 

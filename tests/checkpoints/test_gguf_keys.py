@@ -39,6 +39,21 @@ def config_of(arch: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, None),
+        ({"yarn_attn_factor": 1.0}, None),  # the type computes it
+        ({"yarn_attn_factor": 1.2079441541679836}, 1.2079441541679836),  # of OLMo 3's config.json
+        ({"attn_factor": 2.0}, 2.0 * 1.2079441541679836),
+    ],
+)
+def test_factor_of_the_attention_in_yarn(keys, expected):
+    keys = {"type": "yarn", "factor": 8.0} | keys
+    scaling = config_of("qwen2", **{f"rope__scaling__{key}": value for key, value in keys.items()})["rope_scaling"]
+    assert scaling.get("attention_factor") == (expected and pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
     ("arch", "changes", "words"),
     [
         ("llama", {"attention__scale": 0.5}, r"llama\.attention\.scale 0\.5 is not supported"),

@@ -106,7 +106,11 @@ def _tensors(folder: str, c: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: value.contiguous().numpy() for name, value in found.items()}
 
 
-def _write(folder: str, path: Path, kind: str, keys: dict[str, Any], names: dict[str, str], c: dict[str, Any]) -> None:
+Keys = dict[str, Any]
+
+
+def write(path: Path, kind: str, keys: Keys, names: dict[str, str], c: Keys, tensors: dict[str, np.ndarray]) -> None:
+    """Write a file of `tensors`, whose names in a layer are those of `names`."""
     writer = gguf.GGUFWriter(path, kind)
     sizes = {
         "block_count": c["num_hidden_layers"],
@@ -118,12 +122,13 @@ def _write(folder: str, path: Path, kind: str, keys: dict[str, Any], names: dict
         "expert_used_count": c["num_experts_per_tok"],
     }
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    add[str] = writer.add_string
     for key, value in (sizes | keys).items():
         add[type(value)](f"{kind}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"t{i}" for i in range(c["vocab_size"])])
-    for name, value in _tensors(folder, c).items():
+    for name, value in tensors.items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         writer.add_tensor(f"blk.{match[1]}.{names[match[2]]}" if match else names[name], value)
     for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
@@ -216,7 +221,7 @@ def build(name: str, tmp_path: Path, **changes: Any) -> tuple[str, Path]:
     source = build_family(name, tmp_path / "source", **settings)
     config = json.loads(Path(source, "config.json").read_text())
     config = config.get("text_config", config)
-    _write(source, tmp_path / "model.gguf", kind, keys(config) | changes, names, config)
+    write(tmp_path / "model.gguf", kind, keys(config) | changes, names, config, _tensors(source, config))
     return source, tmp_path / "model.gguf"
 
 

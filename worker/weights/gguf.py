@@ -85,6 +85,8 @@ class GgufCheckpoint(Checkpoint):
             for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
                 if f".{projection}." in name:
                     return lambda tensor: _unswapped(tensor, self.config[key])
+        if self.architecture.scaled_latents and name.endswith(("q_a_layernorm.weight", "kv_a_layernorm.weight")):
+            return partial(_unscaled, self.config["hidden_size"])
         if name.endswith(".A_log"):
             return _log_of_decay
         if not self.architecture.shifted or not _NORM.search(name) or ".linear_attn." in name:
@@ -105,6 +107,11 @@ class GgufCheckpoint(Checkpoint):
 def _unswapped(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Return rows of q or k: pairs (2 i, 2 i + 1) of each head become (i, i + half)."""
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _unscaled(hidden_size: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm of a latent without the factor that the model applies to the result."""
+    return tensor.float() / (hidden_size / tensor.numel()) ** 0.5
 
 
 def _log_of_decay(tensor: torch.Tensor) -> torch.Tensor:

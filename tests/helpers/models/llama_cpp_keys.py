@@ -101,6 +101,11 @@ OWN: dict[str, Keys] = {
     "deepseek2-ocr": _RMS | _EXPERTS | _SHARED | _WEIGHTS | {"expert_gating_func": 1},
     "deepseek32": _INDEXED | {"expert_gating_func": REQUIRED},
     "dots1": _RMS | _EXPERTS | _SHARED | _WEIGHTS,
+    "dots3note": _INDEXED | {
+        "expert_gating_func": REQUIRED, "attention.sliding_window": REQUIRED, "rope.freq_base_swa": REQUIRED,
+        "attention.sliding_window_pattern": REQUIRED, "attention.kv_lora_rank_swa": REQUIRED,
+        "attention.key_length_mla_swa": REQUIRED, "attention.value_length_mla_swa": REQUIRED,
+    },
     "ernie4_5": _RMS,
     "ernie4_5-moe": _RMS | _EXPERTS | _SHARED | {"interleave_moe_layer_step": TENSORS},
     "exaone-moe": _RMS | _EXPERTS | _SHARED | _WEIGHTS | _SAME_THETA | {
@@ -158,11 +163,20 @@ OWN: dict[str, Keys] = {
     "hunyuan-dense": _RMS,
     "hunyuan-moe": _RMS | _EXPERTS,
     "hy_v3": _RMS | _EXPERTS | _WEIGHTS | {"expert_gating_func": 2},
+    "hy_v4": _INDEXED | {
+        "expert_gating_func": 2, "swiglu_clamp_exp": 0.0, "hyper_connection.count": REQUIRED,
+        "hyper_connection.epsilon": REQUIRED, "hyper_connection.magnitude": REQUIRED,
+    },
     "jais2": _NORM,
     "jamba": _RMS | _SSM,
     "kimi-linear": _RMS | _MLA | _EXPERTS | _SHARED | {
         "ssm.conv_kernel": REQUIRED, "kda.head_dim": REQUIRED, "expert_weights_scale": 0.0,
         "expert_gating_func": REQUIRED,
+    },
+    "laguna": _RMS | _EXPERTS | _WEIGHTS | _SAME_THETA | {
+        "leading_dense_block_count": TENSORS, "expert_gating_func": 2,
+        "attention.sliding_window": 0, "attention.sliding_window_pattern": 4,
+        "rope.dimension_count_swa": As(lambda keys: keys.get("rope.dimension_count", 16)),
     },
     "lfm2": _RMS | {"shortconv.l_cache": REQUIRED, "attention.sliding_window": 0},
     "lfm2moe": _RMS | _EXPERTS | {
