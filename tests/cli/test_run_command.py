@@ -45,8 +45,8 @@ def test_one_answer_by_a_server_of_its_own(model_folder):
     result = run(own(model_folder, "-q", "Hi", "--max-tokens", "4"))
     assert result.returncode == 0 and result.stdout.strip(), result
     assert "using the server" not in result.stderr and "[stopped at 4 tokens" in result.stderr
-    for process in psutil.process_iter():
-        assert process.pid in before or model_folder not in " ".join(process.cmdline())
+    for process in psutil.process_iter(["pid", "cmdline"]):  # no command line: it has ended
+        assert process.info["pid"] in before or model_folder not in " ".join(process.info["cmdline"] or ())
 
 
 def test_a_running_server_is_used(server, model_folder):

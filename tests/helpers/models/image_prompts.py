@@ -112,6 +112,22 @@ class Reference:
         self.name, self.model = name, model
         self.inputs = _inputs(name, [{key: torch.from_numpy(v) for key, v in one.features.items()} for one in images])
 
+    def rounding(self, token_ids: Sequence[int]) -> float:
+        """Return how far float32 moves a log-probability of transformers' model from float64's: random weights may
+        enlarge the rounding of any order of sums.
+        """
+        ids, inputs, found = torch.tensor([token_ids]), self.inputs, []
+        with torch.inference_mode():
+            try:
+                for dtype in (torch.float32, torch.float64):
+                    self.model.to(dtype)
+                    self.inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+                    found.append(self(ids).logits.double().log_softmax(-1))
+            finally:
+                self.model.float()
+                self.inputs = inputs
+        return float((found[0] - found[1]).abs().max())
+
     def __call__(self, token_ids: torch.Tensor) -> Any:
         kinds = (token_ids == self.model.config.image_token_id).int()
         inputs = dict(self.inputs)
