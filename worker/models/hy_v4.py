@@ -10,12 +10,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat, empty_parameter
 from quire.worker.layers.moe import give_other_parts
-from quire.worker.layers.norm import rms_norm
 from quire.worker.layers.rowwise import sigmoid
 from quire.worker.models.deepseek import GlmMoeDsa
 from quire.worker.spec.model import ModelSpec
@@ -23,7 +21,7 @@ from quire.worker.spec.moe import MoESpec
 from quire.worker.transformer.blocks import DecoderLayer
 from quire.worker.transformer.calls import LayerCall
 from quire.worker.transformer.decoder import Decoder
-from quire.worker.transformer.hyper_connections import HyperDecoder, num_streams
+from quire.worker.transformer.hyper_connections import HyperDecoder, StreamProduct, num_streams
 
 
 class StreamWeights(nn.Module):
@@ -33,17 +31,17 @@ class StreamWeights(nn.Module):
 
     def __init__(self, spec: ModelSpec, prefix: str, other: str, sets: int):
         super().__init__()
-        self.streams, self.norm_eps = num_streams(spec), spec.norm_eps
+        self.streams = num_streams(spec)
         rows = sets * self.streams
-        shapes = {"fn": (rows, self.streams * spec.hidden_size), "base": (rows,), "scale": (sets,)}
-        for name, shape in shapes.items():
+        self.fn = StreamProduct(spec, prefix, rows)
+        give_other_parts(self.fn.weight, [[Part(f"{other}_fn", tuple(self.fn.weight.shape))]])
+        for name, shape in {"base": (rows,), "scale": (sets,)}.items():
             weight = empty_parameter(*shape, parts=[Part(f"{prefix}_{name}", shape)], dtype=torch.float32)
             give_other_parts(weight, [[Part(f"{other}_{name}", shape)]])
             self.register_parameter(name, weight)
 
     def forward(self, streams: torch.Tensor) -> list[torch.Tensor]:
-        logits = F.linear(rms_norm(streams.flatten(1).float(), None, self.norm_eps), self.fn)
-        parts = zip(logits.split(self.streams, -1), self.scale, self.base.split(self.streams))
+        parts = zip(self.fn(streams).split(self.streams, -1), self.scale, self.base.split(self.streams))
         return [sigmoid(part * scale + base) for part, scale, base in parts]
 
 

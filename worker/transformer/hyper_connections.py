@@ -6,16 +6,28 @@ layer.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, WeightFormat, empty_parameter
-from quire.worker.layers.norm import rms_norm
-from quire.worker.layers.rowwise import sigmoid
+from quire.worker.layers.linear import PLAIN_WEIGHTS, Part, RowProduct, WeightFormat, empty_parameter
+from quire.worker.layers.rowwise import rsqrt, sigmoid
 from quire.worker.spec.model import ModelSpec
 from quire.worker.transformer.blocks import DecoderLayer
 from quire.worker.transformer.calls import LayerCall, StageCall
 from quire.worker.transformer.decoder import Decoder
+
+
+class StreamProduct(RowProduct):
+    """Maps streams `[T, S, H]` to the product of their norm with the tensor `prefix`_fn, float32 `[T, rows]`."""
+
+    def __init__(self, spec: ModelSpec, prefix: str, rows: int):
+        super().__init__(num_streams(spec) * spec.hidden_size, rows, prefix, torch.float32)
+        self.weight.parts, self.eps = [Part(f"{prefix}_fn", tuple(self.weight.shape))], spec.norm_eps
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        x = streams.float()
+        # stream by stream: torch splits the sum over a single long row between its threads
+        scale = rsqrt(x.square().mean(-1).mean(-1, keepdim=True) + self.eps)
+        return self.multiply(x.flatten(1) * scale, self.weight)
 
 
 class HyperConnection(nn.Module):
@@ -23,11 +35,11 @@ class HyperConnection(nn.Module):
 
     def __init__(self, spec: ModelSpec, prefix: str):
         super().__init__()
-        self.streams, self.norm_eps = num_streams(spec), spec.norm_eps
+        self.streams = num_streams(spec)
         self.eps, self.rounds = spec.raw.get("hc_eps", 1e-6), spec.raw.get("hc_sinkhorn_iters", 20)
         rows = (2 + self.streams) * self.streams
-        shapes = {"fn": (rows, self.streams * spec.hidden_size), "base": (rows,), "scale": (3,)}
-        for name, shape in shapes.items():
+        self.fn = StreamProduct(spec, prefix, rows)
+        for name, shape in {"base": (rows,), "scale": (3,)}.items():
             part = Part(f"{prefix}_{name}", shape)
             self.register_parameter(name, empty_parameter(*shape, parts=[part], dtype=torch.float32))
 
@@ -35,8 +47,7 @@ class HyperConnection(nn.Module):
         """Return (the half's input `[T, H]`, weights of its result per stream `[T, S]`, and of old streams per new one
         `[T, S, S]`).
         """
-        size = self.streams
-        logits = F.linear(rms_norm(streams.flatten(1).float(), None, self.norm_eps), self.fn)
+        size, logits = self.streams, self.fn(streams)
         sizes = [size, size, size * size]
         reads, writes, mixes = (
             part * scale + base

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quire.configs.config import Config
@@ -22,6 +24,7 @@ from quire.worker.messages import SamplingParams
 from quire.worker.models.registry import read_model_spec
 from quire.worker.sampling import logprobs
 from quire.worker.startup.preview import preview
+from quire.worker.transformer.hyper_connections import StreamProduct
 from quire.worker.transformer.moe import SharedGate, WideRouterLinear
 from quire.worker.worker import Worker
 from tests.end_to_end.test_families import LENGTHS, small_engine
@@ -160,6 +163,21 @@ def test_same_bits_of_a_family(native_kernels, name, tmp_path):
     assert sum(result.num_preemptions for result in results) > 0
     for result, wanted in zip(results, expected, strict=True):
         assert (result.error, result.token_ids, result.logprobs) == (None, wanted.token_ids, wanted.logprobs)
+
+
+def test_a_row_of_streams_is_multiplied_alone(native_kernels):
+    """The weights of hyper-connections: float32 products of torch have other bits for one row than for many."""
+    spec = SimpleNamespace(raw={"hc_mult": 4}, hidden_size=96, norm_eps=1e-6)
+    product = StreamProduct(spec, "hc", 24)
+    generator = torch.Generator().manual_seed(0)
+    product.weight.copy_(torch.randn(24, 4 * 96, generator=generator))
+    fix_order(product)
+    streams = torch.randn(40, 4, 96, generator=generator).bfloat16()
+    whole = product(streams)
+    assert all(torch.equal(product(streams[i : i + 1])[0], row) for i, row in enumerate(whole))
+    x = streams.double().flatten(1)
+    expected = F.linear(x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt(), product.weight.double())
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_an_index_leaves_it_off_unless_asked(native_kernels, tmp_path):
