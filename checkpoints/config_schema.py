@@ -96,7 +96,8 @@ KEYS: dict[str, Rule] = {
     "attn_logit_softcapping": _FACTOR,
 }
 
-# for numbers of encoders, whose keys differ by family: by the end of the key; modules and tables are built from them
+# Ranges of an encoder's whole numbers, by the end of their keys, which differ by family. They are sizes of modules and
+# tables.
 _ENCODERS = ("vision_config", "audio_config")
 _ENDS: dict[str, Rule] = {
     "layers": Whole(0, MAX_LAYERS),

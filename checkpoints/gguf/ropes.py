@@ -14,7 +14,7 @@ Factors = Mapping[str, list[float]]  # the values of the tensors ROPE_FACTORS an
 
 
 def rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict[str, Any] | None:
-    """Return the scaling, whose numbers tensors may have, or None."""
+    """Return the scaling by the file's tensors, or else by its metadata; None: there is none."""
     if (values := factors.get(ROPE_FACTORS)) and any(factor != 1.0 for factor in values):
         return _llama3_scaling(config, values)
     if all(name in factors for name in LONG_FACTORS.values()):
@@ -24,7 +24,7 @@ def rope_scaling(m: Metadata, config: dict[str, Any], factors: Factors) -> dict[
 
 
 def named_scaling(m: Metadata) -> dict[str, Any] | None:
-    """Return the scaling that the metadata name, or None."""
+    """Return the scaling that the metadata names, or None."""
     name = m.get("rope.scaling.type")
     factor = m.find("rope.scaling.factor") or m.find("rope.scale_linear") or 1.0
     if name == "none" or (name == "linear" and factor == 1.0):

@@ -126,7 +126,7 @@ class DeltaHead {
 
 extern "C" void quire_mix(const StateMixer* m, const StateStep* step, const bf16* projected, long ld, bf16* out,
                           long ldo) {
-  const Step pages{step->read, step->write, step->fresh, step->starts};
+  const Step pages{*step};
   const long requests = step->num_requests, tokens = step->starts[requests] - step->starts[0];
   if (m->kind == StateMixer::kShortConv) {
     const long pieces = (m->channels + kConvolved - 1) / kConvolved, all = requests * pieces;

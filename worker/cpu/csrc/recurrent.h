@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "mixers.h"
 #include "simd.h"
 
 namespace {
@@ -13,13 +14,7 @@ constexpr long kMost = 1024;  // entries of a key or value
 constexpr long kConvolved = 512;  // channels of a convolution at a time, at most: rows of a page are read in order
 constexpr long kWidest = 16;
 
-// The requests of a step: request i has tokens starts[i] : starts[i + 1], reads page read[i] unless it is fresh, and
-// writes page write[i].
-struct Step {
-  const long *read, *write;
-  const bool* fresh;
-  const int* starts;
-
+struct Step : StateStep {
   // The part of `size` floats at `offset` of the page that request i writes, with what it reads.
   float* state(float* pages, long page_size, long i, long offset, long size) const {
     float* to = pages + write[i] * page_size + offset;

@@ -35,7 +35,7 @@ extern "C" {
 void quire_causal_conv(const void* x, long ld, const float* weight, const float* bias, float* pages, const long* read,
                        const long* write, const bool* fresh, const int* starts, long num_requests, long channels,
                        long width, bool activated, float* out, bool narrow) {
-  const Step step{read, write, fresh, starts};
+  const Step step{{read, write, fresh, starts, num_requests}};
   const Convolution conv{weight, bias, channels, width, activated};
   if (narrow) convolve((const bf16*)x, ld, conv, pages, step, num_requests, out);
   else convolve((const float*)x, ld, conv, pages, step, num_requests, out);
@@ -46,7 +46,7 @@ void quire_causal_conv(const void* x, long ld, const float* weight, const float*
 void quire_delta_rule(const float* q, const float* k, const float* v, long ld_v, const float* g, const float* beta,
                       float* pages, const long* read, const long* write, const bool* fresh, const int* starts,
                       long num_requests, long heads, long k_heads, long dk, long dv, long decays, float* out) {
-  const Step step{read, write, fresh, starts};
+  const Step step{{read, write, fresh, starts, num_requests}};
   parallel_for(num_requests * heads, 1, [&](long piece) {
     const long i = piece / heads, head = piece % heads, k_head = head / (heads / k_heads), size = dk * dv;
     float* s = step.state(pages, heads * size, i, head * size, size);
@@ -69,7 +69,7 @@ void quire_delta_rule(const float* q, const float* k, const float* v, long ld_v,
 void quire_linear_attention(const float* q, long ld_q, const float* k, long ld_k, const float* v, const float* g,
                             float* pages, const long* read, const long* write, const bool* fresh, const int* starts,
                             long num_requests, long heads, long k_heads, long dk, long dv, float* out) {
-  const Step step{read, write, fresh, starts};
+  const Step step{{read, write, fresh, starts, num_requests}};
   parallel_for(num_requests * heads, 1, [&](long piece) {
     const long i = piece / heads, head = piece % heads, k_head = head / (heads / k_heads), size = dk * dv;
     float* s = step.state(pages, heads * size, i, head * size, size);
@@ -87,7 +87,7 @@ void quire_linear_attention(const float* q, long ld_q, const float* k, long ld_k
 void quire_selective_scan(const float* x, const float* dt, const float* a, const float* b, long ld_b, const float* c,
                           long ld_c, float* pages, const long* read, const long* write, const bool* fresh,
                           const int* starts, long num_requests, long channels, long entries, float* out) {
-  const Step step{read, write, fresh, starts};
+  const Step step{{read, write, fresh, starts, num_requests}};
   const long pieces = (channels + kChannels - 1) / kChannels, whole = entries / 16 * 16;
   parallel_for(num_requests * pieces, 1, [&](long piece) {
     const long i = piece / pieces, first = piece % pieces * kChannels, count = std::min(kChannels, channels - first);

@@ -63,7 +63,7 @@ def scales(frames: int, side: int, channels: int, num_layers: int) -> list[Scale
 
 
 def _cheapest_places(cost: list[list[float]]) -> list[int]:
-    """Return one place of each row, each behind the one before, with the least sum of costs."""
+    """Return one increasing column index per row of `cost` so that the sum of their costs is least."""
     ways: list[tuple[float, list[int]]] = [(0.0, [])]  # the cheapest that end before each place
     for row in cost:
         own = [(math.inf, [])]
